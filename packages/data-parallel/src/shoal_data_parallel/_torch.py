@@ -19,6 +19,9 @@ outer_saved_tensors_hooks: Callable[[], tuple[Callable[..., Any], Callable[..., 
     partial(torch._C._autograd._top_saved_tensors_default_hooks, False)
 )
 
+# Divides each tensor of a list in place.
+divide_each = torch._foreach_div_
+
 # The innermost transform of torch.func that runs, and the recorder of operators; or None.
 _innermost_transform: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
 _recorder: Callable[[], object] = partial(

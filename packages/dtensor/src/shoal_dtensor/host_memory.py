@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal_mesh import Comm
+from shoal_mesh.internal import copy_each
 
 from ._torch.compiling import is_tracing
 
@@ -47,7 +48,7 @@ def upload_packed(
         sizes = [tensors[i].numel() for i in members]
         staged = torch.empty(sum(sizes), dtype=dtype, pin_memory=pins(device), device="cpu")
         flat_tensors = [tensors[i].reshape(-1) for i in members]
-        torch._foreach_copy_(list(torch.split(staged, sizes)), flat_tensors)
+        copy_each(list(torch.split(staged, sizes)), flat_tensors)
         arriving = staged.to(device, non_blocking=True)
         for i, flat in zip(members, torch.split(arriving, sizes), strict=True):
             sent[i] = flat.view(tensors[i].shape)

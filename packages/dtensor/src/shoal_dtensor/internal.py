@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._torch.compiling import eager_only, is_compiling, is_tracing, whole_when_compiled
 from ._torch.interception import FunctionMode, ReplacedAttention, TorchDispatchMode, refuse_in_c
-from ._torch.operators import DataDependentError
+from ._torch.operators import DataDependentError, signature_of
 from ._torch.tensors import (
     FakeTensor,
     FakeTensorMode,

@@ -51,6 +51,8 @@ c10d_ops = torch.ops.c10d
 
 is_compiling = torch.compiler.is_compiling
 is_exporting = torch.compiler.is_exporting
+# writes each tensor of the second list to the tensor at its position in the first list
+copy_each = torch._foreach_copy_
 # device to backend map of a group as text, such as `cpu:gloo,cuda:nccl`
 backend_config = dist.get_backend_config
 # the global ranks of a group

@@ -27,7 +27,7 @@ from shoal_dtensor.internal import (
 from shoal_mesh import purpose
 from shoal_mesh.internal import with_own_groups
 
-from .._torch import call_on_stream
+from .._torch import call_on_stream, divide_each
 from ..parameters.data_axes import DataAxes
 from .communication import CustomScatter, ReduceScatter
 from .gradient_group import Grads, Group, Kept, Scattered, in_wanted_layouts
@@ -307,10 +307,10 @@ class GroupReduction:
         sums = [gradient for gradient in reduced if not self._averages(gradient.dtype)]
         divisor_of_averages = self._divisor / self.group.axes.mesh.size()
         if averages and divisor_of_averages != 1:
-            torch._foreach_div_(averages, divisor_of_averages)
+            divide_each(averages, divisor_of_averages)
         divisor_of_sums = self._divisor / self._averaged_over
         if sums and divisor_of_sums != 1:
-            torch._foreach_div_(sums, divisor_of_sums)
+            divide_each(sums, divisor_of_sums)
 
     def gradients(self) -> list[Tensor]:
         """Return the reduced local gradients; zeros for a parameter that had none on any rank."""

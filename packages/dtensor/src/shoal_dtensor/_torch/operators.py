@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ from .primitives import by_aten
 
 DataDependentError = (DataDependentOutputException, DynamicOutputShapeException)
 META = torch.device("meta")
+
+# The signature of an overload: its name, arguments and results.
+signature_of: Callable[[Any], torch.FunctionSchema] = attrgetter("_schema")
 
 # A function that builds the arguments of a call, with tensors on the given device.
 Build = Callable[[torch.device], tuple[Sequence[Any], Mapping[str, Any]]]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .._torch.operators import OpOverload, is_collective
+from .._torch.operators import OpOverload, is_collective, signature_of
 from ..argument_types import CONVERT, is_torch_dtensor
 from ..errors import MixedTensorError
 from .plain_tensors import Plain, is_candidate, keep_gradient_plain
@@ -40,7 +40,7 @@ def readers_of(op: OpOverload, cls: Any, *, by_value: bool) -> Readers:
     # A collective has one decision for all arguments. Its process groups are new objects in every
     # call, so they must not be part of a key.
     if is_collective(op):
-        return dict.fromkeys([argument.name for argument in op._schema.arguments], _unkeyed)
+        return dict.fromkeys([argument.name for argument in signature_of(op).arguments], _unkeyed)
     anything = _reader_of_anything(op, cls, by_value=by_value)
     tensors = _reader_of_tensors(cls, anything)
 
@@ -59,7 +59,7 @@ def readers_of(op: OpOverload, cls: Any, *, by_value: bool) -> Readers:
             return None
         return _number if name in _NUMERIC and not by_value else anything
 
-    return {argument.name: reader_of(argument.type) for argument in op._schema.arguments}
+    return {argument.name: reader_of(argument.type) for argument in signature_of(op).arguments}
 
 
 def read_keywords(

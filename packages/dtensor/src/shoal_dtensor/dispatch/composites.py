@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shoal_mesh import DeviceMesh
 
-from .._torch.operators import OpOverload, group_ranks, reduction_name
+from .._torch.operators import OpOverload, group_ranks, reduction_name, signature_of
 from .._torch.tensors import bump_version, wrap_local
 from ..errors import (
     InPlaceError,
@@ -47,7 +47,7 @@ def collective_on_shards(op: OpOverload) -> Callable[..., Any]:
 
     If it refuses, it raises on all ranks.
     """
-    name = op._schema.name.partition("::")[2]
+    name = signature_of(op).name.partition("::")[2]
     is_in_place = name.endswith("_")
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
@@ -81,7 +81,7 @@ def collective_on_shards(op: OpOverload) -> Callable[..., Any]:
 
 def _check_arguments(op: OpOverload, tensors: Sequence[Any], args: Sequence[Any]) -> None:
     """Check the tensors of a collective against its group and reduction, which are in `args`."""
-    names = [argument.name for argument in op._schema.arguments[1:]]
+    names = [argument.name for argument in signature_of(op).arguments[1:]]
     arguments = dict(zip(names, args, strict=False))
     group = arguments.get("process_group", arguments.get("group_name"))
     reduction = arguments.get("reduce_op")
@@ -99,7 +99,7 @@ def _check_tensor(op: OpOverload, tensor: Any, group: Any, reduction: str | None
         )
     if group is None:
         return
-    if isinstance(tensor, type(tensor).copied_view) and op._schema.name.endswith("_"):
+    if isinstance(tensor, type(tensor).copied_view) and signature_of(op).name.endswith("_"):
         raise InPlaceError(
             f"{op} writes to a view that was redistributed, so the write would not reach its base"
         )
@@ -267,7 +267,7 @@ def run_in_groups(
         if result:
             for i, item in zip(group, result, strict=True):
                 results[i] = item
-    return results if op._schema.returns else None
+    return results if signature_of(op).returns else None
 
 
 def _is_walked(value: Any, count: int) -> bool:

@@ -21,7 +21,7 @@ import torch
 from shoal_mesh import purpose
 
 from .._torch.compiling import never_compiled, raised_as_it_is, recorder
-from .._torch.operators import OpOverload
+from .._torch.operators import OpOverload, signature_of
 from .._torch.tensors import (
     disabled_torch_function,
     dispatch_modes,
@@ -78,7 +78,9 @@ class _OpCache:
         self.scope = scope
         self.keywords = readers
         self.foreach = foreach
-        self.positional = tuple([readers[a.name] for a in op._schema.arguments if not a.kwarg_only])
+        self.positional = tuple(
+            [readers[a.name] for a in signature_of(op).arguments if not a.kwarg_only]
+        )
         # Whether all arguments but the first are part of the key as they are.
         self.tail_is_static = len(self.positional) > 1 and not any(self.positional[1:])
         self.decisions: dict[Any, Decision] = {}
@@ -216,7 +218,7 @@ def _new_op_cache(cls: Any, op: Any) -> _OpCache:
                 "layouts in which no shard needs values of another shard"
             )
         ) from None
-    if op._schema.name.startswith("aten::_nested_"):
+    if signature_of(op).name.startswith("aten::_nested_"):
         raise OperatorArgumentError(
             f"{op} does not support DTensors, because a nested tensor is local to a rank. Make a "
             "nested tensor from to_local() in local_map, or pad the sequences and use a mask"

@@ -15,7 +15,7 @@ import torch
 
 from shoal_mesh import DeviceMesh
 
-from .._torch.operators import OpOverload, decomposition_of, is_collective
+from .._torch.operators import OpOverload, decomposition_of, is_collective, signature_of
 from ..errors import InPlaceError, MixedTensorError, NoRuleError
 from ..layout.placements import Replicate
 from ..layout.spec import Spec
@@ -75,7 +75,7 @@ def rule_of(op: OpOverload, scope: Scope) -> Rule | None:
             return rule
     is_foreign = op.namespace != "aten"
     is_pointwise = torch.Tag.pointwise in op.tags
-    if is_foreign and is_pointwise and not op._schema.is_mutable:
+    if is_foreign and is_pointwise and not signature_of(op).is_mutable:
         return _ELEMENT_BY_ELEMENT
     return None
 

@@ -22,7 +22,7 @@ from .._torch.interception import (
     TorchDispatchMode,
     intercept_autograd_functions,
 )
-from .._torch.operators import OpOverload, decomposition_of
+from .._torch.operators import OpOverload, decomposition_of, signature_of
 from ..dispatch.propagate import rule_of
 from ..errors import SpmdTypeError
 from ..layout.tensor_meta import mapped
@@ -264,7 +264,7 @@ def _common_axes(func: OpOverload, operands: Sequence[Operand]) -> tuple[MeshAxi
 
 def _place_of(func: OpOverload) -> str:
     """Return the line of the program that calls an operator, and the operator's name, for errors."""
-    name = func._schema.name.removeprefix("aten::")
+    name = signature_of(func).name.removeprefix("aten::")
     return f"{user_line()}: {name}"
 
 
@@ -278,7 +278,7 @@ def _refuse_varying(
         for axis, kind in operand.tensor_type.by_axis.items():
             if kind is V and axis not in varying:
                 raise SpmdTypeError(
-                    f"{user_line()}: {func._schema.name.removeprefix('aten::')}: an operand is V "
+                    f"{user_line()}: {signature_of(func).name.removeprefix('aten::')}: an operand is V "
                     f"over {axis!r}, so it is not known to be a shard of a global tensor. Way out: "
                     "assert_type(x, S(dim)) or a PartitionSpec, or compute in local() or local_map"
                 )

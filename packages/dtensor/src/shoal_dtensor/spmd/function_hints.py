@@ -15,7 +15,7 @@ import torch
 from shoal_mesh.internal import ScopedValue
 
 from .._torch.interception import FunctionMode
-from .._torch.operators import OpOverload
+from .._torch.operators import OpOverload, signature_of
 from .checker_state import active_checker
 from .declared import tensors_in
 from .operand_layouts import Leading
@@ -117,7 +117,7 @@ def with_wildcard(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
         args: its positional arguments.
     """
     wildcard = _WILDCARD.own()
-    if wildcard is None or func._schema.name.removeprefix("aten::") not in _VIEWS:
+    if wildcard is None or signature_of(func).name.removeprefix("aten::") not in _VIEWS:
         return args
     sizes = args[1]
     if not isinstance(sizes, list | tuple) or -1 in sizes:

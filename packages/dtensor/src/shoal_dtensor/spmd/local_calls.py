@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .._torch.interception import TorchDispatchMode
-from .._torch.operators import OpOverload
+from .._torch.operators import OpOverload, signature_of
 from ..errors import ShoalTensorError
 from ..layout.tensor_meta import TensorMeta, flatten, mapped
 from ..rules.language.op_call import schema_of
@@ -94,7 +94,7 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _name(op: OpOverload) -> str:
-    return op._schema.name.removeprefix("aten::")
+    return signature_of(op).name.removeprefix("aten::")
 
 
 def _numbers(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

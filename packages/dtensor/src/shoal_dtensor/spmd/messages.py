@@ -10,6 +10,7 @@ from types import CodeType, FrameType
 
 import torch
 
+from .._torch.operators import signature_of
 from ..layout.spec import Spec
 from .axis_types import AnyAxisType, AxisType, I, P, R, Shard, V, pending, type_of_placement
 from .mesh_axes import MeshAxis
@@ -61,7 +62,7 @@ def describe_call(call: LocalOperatorCall, *axes: MeshAxis) -> str:
             continue
         types = ", ".join([f"{operand.on(axis)}@{axis!r}" for axis in axes])
         operands.append(f"{shape} {types}")
-    name = call.op._schema.name.removeprefix("aten::")
+    name = signature_of(call.op).name.removeprefix("aten::")
     return f"{user_line()}: {name}({'; '.join(operands)})"
 
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._torch.operators import signature_of
 from .._torch.tensors import pytree
 from ..dispatch.assign import is_plain, placements_of, shard_dims
 from ..dispatch.propagate import elements_of
@@ -218,7 +219,7 @@ class CallTrial:
         self.threads: Executor | None = None
         self.meshes_of = cache(thread_meshes)
         self.kernel: Any = kernel or op
-        self.outs: tuple[Any, ...] = tuple(a.name for a in op._schema.arguments if a.is_out)
+        self.outs: tuple[Any, ...] = tuple(a.name for a in signature_of(op).arguments if a.is_out)
         read = {name: value for name, value in kwargs.items() if name not in self.outs}
         self.leaves, self.tree = pytree.tree_flatten((args, read))
         self.tensors: list[Tensor] = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]

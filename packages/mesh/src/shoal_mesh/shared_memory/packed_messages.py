@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from .._torch import copy_each
 from ..transport import Flat, Receive, Sizes
 from ..watch.recorder import request
 from .rounds import WAIT_FOR_SLOT, ReceiveError, Steps
@@ -319,7 +320,7 @@ class Packer:
         widths = [tensor.shape[1] for tensor in self._tensors]
         # (2, 3) and (2, 1): (2, 4)
         rows = slot.view(self._tensors[0].shape[0], sum(widths))
-        torch._foreach_copy_(list(torch.split(rows, widths, 1)), self._tensors)
+        copy_each(list(torch.split(rows, widths, 1)), self._tensors)
         self._tensors.clear()
 
     def _split_into_rows(self) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shoal_dtensor import Placement, Replicate
 from shoal_dtensor.errors import SpmdTypeError
-from shoal_dtensor.internal import FakeTensorMode, TorchDispatchMode, pytree, spmd
+from shoal_dtensor.internal import FakeTensorMode, TorchDispatchMode, pytree, signature_of, spmd
 from shoal_mesh import DeviceMesh
 
 from ..collectives import all_gather, all_reduce, all_to_all, reduce_scatter
@@ -61,7 +61,7 @@ class _LineCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torc
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func._schema.name not in _LEFT_OUT:
+        if signature_of(func).name not in _LEFT_OUT:
             outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
             self.calls.append(_describe_call(func, args, kwargs or {}, outputs))
         return result
@@ -74,14 +74,14 @@ def _describe_call(func: Any, args: Any, kwargs: Any, outputs: Sequence[Any]) ->
     operator, arguments that are left out have their defaults, and dims count from the front.
     """
     shapes = [tuple(output.shape) for output in outputs]
-    name = func._schema.name.removeprefix("aten::")
+    name = signature_of(func).name.removeprefix("aten::")
     if name in _VIEWS:
         return ("view", shapes)
     given = {}
-    for argument, value in zip(func._schema.arguments, args, strict=False):
+    for argument, value in zip(signature_of(func).arguments, args, strict=False):
         given[argument.name] = value
     given |= kwargs
-    for argument in func._schema.arguments:
+    for argument in signature_of(func).arguments:
         if argument.has_default_value():
             given.setdefault(argument.name, argument.default_value)
     ignored = ("pin_memory", "layout", "device")

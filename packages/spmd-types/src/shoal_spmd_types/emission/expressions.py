@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from shoal_dtensor.internal import Step
+from shoal_dtensor.internal import Step, signature_of
 
 from .recorder import EmissionError
 from .trace import TracedOperation, TracedValue
@@ -69,7 +69,7 @@ def operator_texts(operation: TracedOperation, names: Names) -> list[str]:
     They are a sign such as `+`, special forms, a method, functions of torch, and at last the
     operator itself.
     """
-    schema = operation.operator._schema
+    schema = signature_of(operation.operator)
     name = schema.name.removeprefix("aten::")
     args = [literal(arg, names) for arg in operation.args]
     named = _named_arguments(operation.kwargs, names)
@@ -103,7 +103,7 @@ def _special_texts(
     operation: TracedOperation, args: Sequence[str], named: Sequence[str], names: Names
 ) -> list[str]:
     """Return the text of an operator whose function has another name or other arguments; or []."""
-    name = operation.operator._schema.name
+    name = signature_of(operation.operator).name
     if name.startswith(_ATTENTION):
         return [_attention_text(operation, names)]
     match name:
@@ -121,7 +121,7 @@ def _special_texts(
 
 def _path(operator: Any) -> str:
     """Return the path of an operator below `torch.ops`, such as `aten.add.Tensor`."""
-    namespace, _, name = operator._schema.name.partition("::")
+    namespace, _, name = signature_of(operator).name.partition("::")
     return f"{namespace}.{name}.{operator._overloadname}"
 
 
@@ -138,8 +138,8 @@ def _method_texts(
     name: str, operation: TracedOperation, args: Sequence[str], named: Sequence[str]
 ) -> list[str]:
     """Return the call of a method of the first argument; [] if that is not a tensor with the method."""
-    arguments = operation.operator._schema.arguments
-    is_self = bool(arguments) and arguments[0].name == "self"
+    parameters = signature_of(operation.operator).arguments
+    is_self = bool(parameters) and parameters[0].name == "self"
     is_tensor = bool(operation.args) and isinstance(operation.args[0], TracedValue)
     if not is_self or not is_tensor or not hasattr(torch.Tensor, name):
         return []
@@ -184,7 +184,7 @@ def _unless(text: str, default: str) -> str:
 
 def _attention_text(operation: TracedOperation, names: Names) -> str:
     """Return attention as a call of the function that chooses the kernel."""
-    arguments = [argument.name for argument in operation.operator._schema.arguments]
+    arguments = [argument.name for argument in signature_of(operation.operator).arguments]
     given = dict(zip(arguments, operation.args, strict=False))
     given |= operation.kwargs
     text = ", ".join([literal(given[name], names) for name in ("query", "key", "value")])

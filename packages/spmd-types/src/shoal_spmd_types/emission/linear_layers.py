@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from shoal_dtensor.internal import signature_of
+
 from .trace import Entry, Movement, TracedOperation, TracedValue
 
 _VIEWS = frozenset({"aten::view", "aten::reshape", "aten::_unsafe_view", "aten::_reshape_alias"})
@@ -53,7 +55,7 @@ class _Uses:
     def maker(self, value: TracedValue, names: frozenset[str]) -> TracedOperation | None:
         """Return the operation of one of these names that makes a value for one reader."""
         operation = self.makers.get(id(value))
-        if operation is None or operation.operator._schema.name not in names:
+        if operation is None or signature_of(operation.operator).name not in names:
             return None
         return operation if len(self.readers[id(value)]) == 1 else None
 
@@ -62,7 +64,7 @@ class _Uses:
         readers = self.readers.get(id(value), [])
         if len(readers) != 1 or isinstance(readers[0], Movement):
             return None
-        return readers[0] if readers[0].operator._schema.name in names else None
+        return readers[0] if signature_of(readers[0].operator).name in names else None
 
 
 def linear_layers(entries: Sequence[Entry]) -> dict[int, LinearLayer]:
@@ -72,7 +74,7 @@ def linear_layers(entries: Sequence[Entry]) -> dict[int, LinearLayer]:
         uses.note(entry)
     found = {}
     for entry in entries:
-        if isinstance(entry, TracedOperation) and entry.operator._schema.name in _PRODUCTS:
+        if isinstance(entry, TracedOperation) and signature_of(entry.operator).name in _PRODUCTS:
             layer = _linear_layer(entry, uses)
             if layer is not None:
                 found[id(layer.operations[-1])] = layer

@@ -12,6 +12,8 @@ import builtins
 import keyword
 from collections.abc import Sequence
 
+from shoal_dtensor.internal import signature_of
+
 from .statements import Statement
 from .trace import Trace, TracedValue, values_in
 
@@ -121,7 +123,7 @@ def _noun(statement: Statement) -> str:
         # Only a linear layer is one statement for several operations. It is named after its module.
         parts = [part for part in statement.path.split(".") if not part.isdigit()]
         return parts[-1] if parts and parts[-1] else "linear"
-    name = statement.operations[-1].operator._schema.name.removeprefix("aten::")
+    name = signature_of(statement.operations[-1].operator).name.removeprefix("aten::")
     if name.startswith("_scaled_dot_product"):
         return "attention"
     noun: str = _NOUNS.get(name, name)

@@ -26,6 +26,7 @@ from shoal_dtensor.internal import (
     dispatch_observed,
     plan_between,
     pytree,
+    signature_of,
 )
 
 from .trace import Movement, Trace, TracedOperation, TracedValue, values_in
@@ -43,7 +44,7 @@ def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a call draws random numbers; an operator with a dropout of 0 does not."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    names = [argument.name for argument in func._schema.arguments]
+    names = [argument.name for argument in signature_of(func).arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     return "dropout_p" not in names or bool(given.get("dropout_p", 0.0))
 
@@ -167,16 +168,16 @@ class ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_inside: bool
     ) -> Any:
         """Run an operator on local tensors, and record it."""
-        name = func._schema.name
+        name = signature_of(func).name
         if name in _UNRECORDED:
             return func(*args, **kwargs)
-        if func._schema.is_mutable and not self._operator._schema.is_mutable:
+        if signature_of(func).is_mutable and not signature_of(self._operator).is_mutable:
             raise EmissionError(
                 f"emit: {self._operator} in {self.path or 'the root module'} runs on shards as "
                 f"several operators that differ between ranks, one of them {func}; replicate its "
                 "operands in the plan"
             )
-        if func._schema.is_mutable:
+        if signature_of(func).is_mutable:
             raise EmissionError(
                 f"emit: {func} in {self.path or 'the root module'} writes to a tensor in place; "
                 "use the form of the operator that returns a new tensor"

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from shoal_dtensor.internal import signature_of
+
 from .trace import Entry, Movement, TracedOperation, TracedValue, values_in
 
 # Operators with one operand that copy or view it, so that R or I of the operand can follow from the
@@ -120,6 +122,6 @@ def _takes_one_operand(operation: TracedOperation) -> bool:
     """Return whether an operation is a copy or a view of its only operand."""
     if len(operation.operands) != 1 or len(operation.outputs) != 1:
         return False
-    schema = operation.operator._schema
+    schema = signature_of(operation.operator)
     is_view = any(argument.alias_info is not None for argument in schema.arguments)
     return is_view or schema.name in _ONE_OPERAND

@@ -35,7 +35,14 @@ from shoal_mesh import (
     reduce_scatter,
     reduce_scatter_v,
 )
-from shoal_mesh.internal import Flat, Pending, is_read_at_start, is_traced, start_packed
+from shoal_mesh.internal import (
+    Flat,
+    Pending,
+    copy_each,
+    is_read_at_start,
+    is_traced,
+    start_packed,
+)
 
 from ...layout.memory_order import memory_order
 from ...layout.tensor_meta import remembered
@@ -447,7 +454,7 @@ class PackedCollective:
                 out = arrived.new_empty(size * length).view(leg.call.shape)
             results.append(out)
         rows = [result.view(size, -1) for result in results]
-        torch._foreach_copy_(rows, list(torch.split(arrived, lengths, 1)))
+        copy_each(rows, list(torch.split(arrived, lengths, 1)))
         return results
 
 

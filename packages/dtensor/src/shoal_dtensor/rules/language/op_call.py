@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from ..._torch.operators import WITH_UNMARKED_WRITES, OpOverload
+from ..._torch.operators import WITH_UNMARKED_WRITES, OpOverload, signature_of
 from ...errors import ShoalTensorError
 from ...layout.boxes import spans
 from ...layout.dim_sharding import DimSharding
@@ -172,7 +172,7 @@ class OpSchema:
     """
 
     def __init__(self, op: OpOverload) -> None:
-        arguments = op._schema.arguments
+        arguments = signature_of(op).arguments
         out_arguments = [argument for argument in arguments if argument.is_out]
         others = [argument for argument in arguments if not argument.is_out]
         positional = [argument for argument in arguments if not argument.kwarg_only]
@@ -182,13 +182,13 @@ class OpSchema:
         self.outs = _names(out_arguments)
         marks_of = _write_marks(arguments)
         self.written = tuple(name for name in marks_of if name not in self.outs)
-        has_unmarked_writes = op._schema.name in WITH_UNMARKED_WRITES
+        has_unmarked_writes = signature_of(op).name in WITH_UNMARKED_WRITES
         self.unmarked = ("running_mean", "running_var") if has_unmarked_writes else ()
-        returned = [r for r in op._schema.returns if r.type.kind() in _TENSOR_KINDS]
+        returned = [r for r in signature_of(op).returns if r.type.kind() in _TENSOR_KINDS]
         self.returns = _names_of_returns(returned)
         self.is_list = tuple(r.type.kind() == "ListType" for r in returned)
         self.returned_inputs = tuple(_returned_input(r, marks_of) for r in returned)
-        self.returns_only_tensors = len(returned) == len(op._schema.returns)
+        self.returns_only_tensors = len(returned) == len(signature_of(op).returns)
         self.is_view = _returns_views(returned)
         self.is_random = torch.Tag.nondeterministic_seeded in op.tags
         results = max(1, len(self.returns) or len(self.written))

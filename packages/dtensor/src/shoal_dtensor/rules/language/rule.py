@@ -24,7 +24,7 @@ from torch import Tensor
 
 from shoal_mesh.internal import bound
 
-from ..._torch.operators import OpOverload
+from ..._torch.operators import OpOverload, signature_of
 from ...errors import PlacementError, ShoalTensorError
 from ...layout.placements import Partial
 from ...redistribute.execution.reduced_values import identity_of
@@ -423,7 +423,7 @@ def _tensor_overloads(name: str) -> Iterator[Any]:
         if overload in ("Dict_Tensor", "Tensor_list"):
             continue
         op = getattr(packet, overload)
-        types = [(argument, str(argument.type)) for argument in op._schema.arguments]
+        types = [(argument, str(argument.type)) for argument in signature_of(op).arguments]
         takes_tensors = any("Tensor" in name_of_type for _, name_of_type in types)
         fills_list = any(
             argument.is_out and "List" in name_of_type for argument, name_of_type in types

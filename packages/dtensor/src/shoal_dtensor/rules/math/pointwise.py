@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._torch.operators import signature_of
 from ...layout.placements import REDUCE_OPS
 from ...layout.tensor_meta import TensorMeta
 from ..language.local_ops import all_reduce_traffic, all_reduced, sharding_axes, with_arguments
@@ -331,7 +332,7 @@ def fused_optimizer(call: OpCall) -> Iterator[Row]:
 
     Step counts, rates and scales are replicated.
     """
-    arguments = call.op._schema.arguments
+    arguments = signature_of(call.op).arguments
     shared = {argument.name for argument in arguments if "List" not in str(argument.type)}
     shared.add("state_steps")
     for d in range(call.tensors[0].ndim):
