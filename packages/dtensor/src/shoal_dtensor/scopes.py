@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 from warnings import warn
 from weakref import WeakSet
 
-from shoal_mesh.internal import Event, ScopedValue, observing
+from shoal_mesh.internal import Event, ScopedValue, in_lockstep, observing
 
 from .errors import ArgumentValueError, CommunicationForbiddenError
 
@@ -165,6 +165,11 @@ def checked_replicas() -> Iterator[None]:
     """
     with changed(replicas_checked=True):
         yield
+
+
+def replicas_are_compared() -> bool:
+    """Return whether replicas are compared: in `lockstep()` and in `checked_replicas()`."""
+    return context_scope().replicas_checked or in_lockstep()
 
 
 def _check(setting: str, got: str, allowed: tuple[str, ...]) -> None:

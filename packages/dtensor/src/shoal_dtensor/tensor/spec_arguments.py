@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from shoal_mesh import DeviceMesh, broadcast, current_mesh
-from shoal_mesh.internal import in_lockstep
 
 from .._torch.compiling import is_tracing
 from .._torch.operators import out_of_sight
@@ -30,7 +29,7 @@ from ..layout.placements import Partial, Placement, Replicate, Shard, StridedSha
 from ..layout.spec import Spec
 from ..layout.tensor_meta import remembered
 from ..rows_of_ranks import rows_of_ranks
-from ..scopes import context_scope
+from ..scopes import replicas_are_compared
 
 
 def mesh_or_current(mesh: DeviceMesh | None) -> DeviceMesh:
@@ -156,7 +155,7 @@ def global_spec(  # noqa: PLR0913  # the arguments of from_local
             raise
         # Symbolic sizes cannot be hashed, and wrong placements may not be hashable either.
         spec = _spec_of_shard.__wrapped__(*facts)
-    is_compared = assumes_even and (context_scope().replicas_checked or in_lockstep())
+    is_compared = assumes_even and replicas_are_compared()
     if is_compared and spec.coordinate is not None and not is_tracing():
         description = f"from_local of {spec!r}"
         actual, _ = layout_of_ranks(

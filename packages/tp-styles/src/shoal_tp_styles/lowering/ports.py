@@ -24,16 +24,15 @@ from torch import Tensor, nn
 from shoal_dtensor import DTensor, Partial, Placement, Replicate, Shard
 from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import (
-    context_scope,
     current_arithmetic,
     current_watch,
     global_stride,
     is_compiling,
+    replicas_are_compared,
     shard_sizes,
     unwatched_functions,
 )
 from shoal_mesh import DeviceMesh, check_replicas
-from shoal_mesh.internal import in_lockstep
 
 from ..sharding.module_sharding import Collective, ModuleCall, Port
 from .collective_functions import (
@@ -239,11 +238,6 @@ def replicated_input(lowered: Lowered, x: Tensor, port: Port | None = None) -> T
         return gather_partial(x, *where)
     compare_replicas(lowered, x)
     return copy(x, lowered.comm)
-
-
-def replicas_are_compared() -> bool:
-    """Return whether replicated plain inputs are compared: in `lockstep()` and `checked_replicas()`."""
-    return in_lockstep() or context_scope().replicas_checked
 
 
 def compare_replicas(lowered: Lowered, x: Tensor) -> None:

@@ -25,6 +25,7 @@ from shoal_dtensor.internal import (
     is_compiling,
     local_shard,
     open_blocks,
+    replicas_are_compared,
 )
 from shoal_mesh import Comm
 from shoal_mesh.internal import observers
@@ -107,7 +108,7 @@ class ColumnLinear(Lowered):
         is_incomplete = params.get("weight") is None or "bias" not in params
         # empty lists outside of every block, in which alone replicas may be compared
         has_block = bool(open_blocks or observers)
-        if not is_direct or is_incomplete or (has_block and ports.replicas_are_compared()):
+        if not is_direct or is_incomplete or (has_block and replicas_are_compared()):
             return self.finish(self.general(input))
         weight = params["weight"]
         bias = params["bias"]
