@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 
 from data_parallel_model import mesh_of, own, same_gradients
 from shoal_data_parallel import StyleError, fully_shard, replicate
-from shoal_dtensor import DTensor
+from shoal_dtensor import DTensor, checked_replicas, full_tensor
 from shoal_mesh.testing import on_ranks
 
 
@@ -150,18 +150,75 @@ def test_a_forward_that_unfreezes_is_an_error() -> None:
     assert isinstance(model.weight, DTensor)
 
 
-@on_ranks(2)
-def test_gathered_parameters_that_change_are_still_an_error() -> None:
-    class Writes(nn.Linear):
-        def forward(self, input: Tensor) -> Tensor:
-            with torch.no_grad():
-                self.weight.mul_(2)
-            return super().forward(input)
+def moves(weight: Tensor) -> None:
+    weight.data = weight.data * 2
 
-    model: Any = nn.Sequential(fully_shard(Writes(4, 4), mesh_of(2, 1)["data"]))
-    fully_shard(model, mesh_of(2, 1)["data"])
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "in place": lambda weight: weight.mul_(2),
+    "through .data": lambda weight: weight.data.mul_(2),
+    "to other memory": moves,
+    "through an array": lambda weight: weight.detach().numpy().fill(2.0),
+}
+
+
+class Writes(nn.Linear):
+    """A layer whose forward writes to its weight before it uses it."""
+
+    def __init__(self, write: Callable[[Tensor], object]) -> None:
+        super().__init__(4, 4)
+        self.write = write
+
+    def forward(self, input: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.write(self.weight)
+        return super().forward(input)
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("is_root", [False, True])
+@on_ranks(2)
+def test_gathered_parameters_that_change_are_still_an_error(is_root: bool, write: str) -> None:
+    data = mesh_of(2, 1)["data"]
+    model: Any = fully_shard(Writes(WRITES[write]), data)
+    if not is_root:
+        model = fully_shard(nn.Sequential(model), data)
     with pytest.raises(StyleError, match="were written to; the written values are lost"):
-        model(torch.ones(2, 4))
+        model(torch.ones(2, 4)).sum().backward()
+
+
+@on_ranks(2)
+def test_later_forwards_are_read_in_blocks_that_compare_replicas() -> None:
+    """Values that have no version are read in the first forward; later ones would take too long."""
+    writes: list[str] = []
+    layer = Writes(lambda weight: weight.data.mul_(2) if writes else weight)
+    model: Any = fully_shard(layer, mesh_of(2, 1)["data"])
+    model(torch.ones(2, 4)).sum().backward()
+    writes.append("now")
+    model(torch.ones(2, 4)).sum().backward()
+    with (
+        checked_replicas(),
+        pytest.raises(StyleError, match="were written to; the written values are lost"),
+    ):
+        model(torch.ones(2, 4)).sum().backward()
+
+
+@on_ranks(2)
+def test_an_array_of_a_gathered_parameter_may_be_read() -> None:
+    """The memory of the parameter could not be freed while the array was there."""
+    arrays: list[object] = []
+    layer = Writes(lambda weight: arrays.append(weight.detach().numpy()))
+    model: Any = fully_shard(nn.Sequential(layer), mesh_of(2, 1)["data"])
+    plain = nn.Linear(4, 4)
+    for step in range(3):
+        plain.load_state_dict({name: full_tensor(p) for name, p in layer.state_dict().items()})
+        x = torch.full((2, 4), float(step))
+        out = model(x)
+        torch.testing.assert_close(out, plain(x))
+        out.sum().backward()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(1)
 
 
 # --- hooks ----------------------------------------------------------------------------------------

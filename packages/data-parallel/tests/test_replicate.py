@@ -51,7 +51,7 @@ from shoal_data_parallel import (
     fully_shard,
     replicate,
 )
-from shoal_dtensor import Replicate, Shard, distribute_tensor
+from shoal_dtensor import Replicate, Shard, checked_replicas, distribute_tensor
 from shoal_dtensor.errors import SecondOrderError
 from shoal_dtensor.internal import local_shard
 from shoal_mesh import CommDebugMode, DeviceMesh, LockstepError, init_device_mesh
@@ -645,9 +645,16 @@ def rank_writes(weight: Tensor, x: Tensor) -> None:
         weight.mul_(0.5)
 
 
+def moves(weight: Tensor, x: Tensor) -> None:
+    weight.data = weight.data * x.max()
+
+
 WRITES: dict[str, Callable[[Tensor, Tensor], object]] = {
     "values of the rank's rows": lambda weight, x: weight.clamp_(max=float(x.max()) * 0.1),
     "on some ranks": rank_writes,
+    "through .data": lambda weight, x: weight.data.mul_(x.max()),
+    "to other memory": moves,
+    "through an array": lambda weight, x: weight.detach().numpy().fill(float(x.max())),
 }
 
 
@@ -666,7 +673,7 @@ def test_a_forward_that_writes_its_ranks_values_is_an_error(
     x: Any = torch.arange(5) + 5 * rank
     if case in WRITES:
         model = nn.Sequential(nn.Linear(4, 4), Writing(WRITES[case]))
-        x = torch.full((3, 4), 1.0 - 2 * rank)
+        x = torch.full((3, 4), 2.0 - 3 * rank)
         nn.init.eye_(model[0].weight)
     model[0].requires_grad_(case != "frozen")
     replicate(model, mesh["data"], shard_optimizer=shard_optimizer)
@@ -699,6 +706,31 @@ def test_a_forward_may_write_what_all_ranks_have(shard_optimizer: bool) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+
+@SHARDED
+@on_ranks(2)
+def test_later_forwards_are_read_in_blocks_that_compare_replicas(shard_optimizer: bool) -> None:
+    """Values that have no version are read in the first forward; later ones would take too long."""
+    mesh = mesh_of(2, 1)
+    writes: list[Tensor] = []
+
+    def write(weight: Tensor, x: Tensor) -> None:
+        if writes:
+            weight.data.mul_(x.max())
+
+    model: Any = replicate(Writing(write), mesh["data"], shard_optimizer=shard_optimizer)
+    x = torch.full((3, 4), 2.0 + mesh.get_local_rank("data"))
+    model(x).sum().backward()
+    writes.append(x)
+    loss = model(x).sum()
+    loss.backward()
+    with checked_replicas():
+        loss = model(x).sum()
+    with pytest.raises(
+        StyleError, match=r"on this rank they wrote to parameters \['layer.weight'\]"
+    ):
+        loss.backward()
 
 
 @pytest.mark.parametrize("broadcast_buffers", [False, True])

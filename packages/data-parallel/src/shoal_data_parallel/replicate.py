@@ -38,7 +38,7 @@ from shoal_mesh import DeviceMesh, broadcast, current_mesh
 
 from .fsdp_module import FSDPModule, refusing_methods_of_units
 from .fully_shard import check_modules, install_unit, mesh_of_all_ranks
-from .gradients.forward_writes import ForwardWrites
+from .gradients.forward_writes import ForwardWrites, Used
 from .gradients.global_losses import watch
 from .gradients.gradient_buckets import Bucket, GradientBuckets
 from .gradients.gradient_group import ReducingModule
@@ -299,7 +299,7 @@ class Replicas(Reducer):
         self._attached: list[tuple[Any, ...]] = []
         self._depth = 0  # of forwards that are running
         self.writes = ForwardWrites()
-        self._seen_by_modules: list[nn.Parameter] = []
+        self._held: list[Used] = []
         # whether each forward begins with the buffers of the first rank
         self.broadcast_buffers = False
         # the data-parallel rank whose values are sent once the module has left the meta device
@@ -319,7 +319,7 @@ class Replicas(Reducer):
             "_attached": [],
             "_depth": 0,
             "writes": ForwardWrites(),
-            "_seen_by_modules": [],
+            "_held": [],
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -403,9 +403,8 @@ class Replicas(Reducer):
     def attach(self) -> None:
         """Have the gradients of the module's present trained parameters averaged."""
         held = self.held()
-        self._seen_by_modules = held
+        self._held = [Used(param, param) for param in held]
         if self.axes.num_sharding_axes:
-            self._seen_by_modules = [replica.leaf for replica in self.replicas]
             trained = [replica for replica in self.replicas if replica.adopt()]
             pairs = [(replica.leaf, replica.optimizer_parameter) for replica in trained]
             known = {id(replica.optimizer_parameter) for replica in self.replicas}
@@ -477,7 +476,7 @@ class Replicas(Reducer):
             state.gather()
             state.attach()
         self._show_replicas(True)
-        self.writes.begin(self._seen_by_modules)
+        self.writes.begin(self._used_by_modules())
         if self.broadcast_buffers and self.syncs:
             self._send_buffers()
 
@@ -498,6 +497,14 @@ class Replicas(Reducer):
         for tensor in pytree.tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(self.gradients.begin_if_needed)
+
+    def _used_by_modules(self) -> list[Used]:
+        """Return the tensors that modules use in a forward, with their parameters."""
+        if not self.replicas:
+            return self._held
+        return [
+            Used(replica.module_tensor, replica.optimizer_parameter) for replica in self.replicas
+        ]
 
     def begin_pass(self) -> None:
         """Have modules see replicas in a backward pass, because it may recompute forwards."""

@@ -28,6 +28,7 @@ from ._torch.tensors import (
     pytree,
     saving_state,
     selectively_checkpointed,
+    shares_memory,
     unwatched,
     unwatched_functions,
 )

@@ -1,4 +1,4 @@
-"""Writes to replicated parameters in a forward, found by versions and compared between ranks.
+"""Writes to replicated parameters in a forward, found by each rank and compared between ranks.
 
 A forward may normalize its weights in place, equally on all ranks. Writes that depend on a rank's
 rows (`nn.Embedding(max_norm=...)`) make replicas drift apart. A digest of the parameters that a
@@ -12,42 +12,68 @@ forward has written to is sent with the flags of the next reduction, one bit a c
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from shoal_dtensor.errors import StyleError
-from shoal_dtensor.internal import FakeTensor, local_of
+from shoal_dtensor.internal import replicas_are_compared
+
+from ..parameters.written_values import Fingerprint, digest_of
 
 # Columns of flags: whether a rank has written, and 15 bits of the digest. Unequal writes have equal
 # bits about once in 2**15 times.
 COLUMNS = 16
 _BITS = COLUMNS - 1
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+class Used(NamedTuple):
+    """A tensor that modules use in a forward, and the parameter that optimizers update.
+
+    They are one object, unless optimizers update a shard.
+    """
+
+    tensor: Tensor
+    parameter: Tensor
 
 
 class ForwardWrites:
     """The parameters that forwards have written to since the last reduction."""
 
     def __init__(self) -> None:
-        # The parameters of the running forward, with their versions at its beginning.
-        self._before: list[tuple[nn.Parameter, int]] = []
-        self._written: dict[int, nn.Parameter] = {}
+        # The tensors that modules use in the running forward, as they were at its beginning.
+        self._before: list[tuple[Used, Fingerprint]] = []
+        # whether a forward that is trained has been compared value by value
+        self._was_read = False
+        # by `id`: the tensors that were written to, and the parameters that optimizers update
+        self._written: dict[int, Tensor] = {}
         self._digest: Tensor | None = None
 
-    def begin(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Record the versions of parameters at the beginning of a forward."""
-        self._before = [(p, p._version) for p in parameters if not p.is_inference()]
+    def begin(self, parameters: Iterable[Used]) -> None:
+        """Take fingerprints of parameters at the beginning of a forward.
+
+        The first forward with gradients, and every one in `lockstep()` and `checked_replicas()`,
+        reads the values too: a write through `p.data` has no version.
+        """
+        is_first = torch.is_grad_enabled() and not self._was_read
+        self._was_read |= is_first
+        reads_values = is_first or replicas_are_compared()
+        self._before = [
+            (used, Fingerprint.of(used.tensor, reads_values=reads_values))
+            for used in parameters
+            if not used.tensor.is_inference()
+        ]
 
     def end(self) -> None:
-        """Digest the parameters with versions that have changed since the beginning."""
-        written = [p for p, version in self._before if p._version != version]
+        """Digest the parameters that have changed since the beginning."""
+        written = [used for used, before in self._before if before.differs_from(used.tensor)]
         self._before = []
         if not written:
             return
-        self._written.update((id(p), p) for p in written)
-        digest = _digest_of(written)
+        for used in written:
+            self._written.update({id(tensor): tensor for tensor in used})
+        digest = torch.stack([digest_of(used.tensor) for used in written]).sum()
         # the factor makes the digest depend on the order of forwards
         self._digest = digest if self._digest is None else self._digest * 31 + digest
 
@@ -82,19 +108,6 @@ class ForwardWrites:
             "instead, from values that all ranks have (embedding.weight.data.renorm_(2, 0, "
             "max_norm)), or keep the values in a buffer"
         )
-
-
-def _digest_of(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Return one integer, on the device, that is equal if all values have equal bits."""
-    sums = []
-    for parameter in parameters:
-        local = local_of(parameter).detach()
-        if isinstance(local, FakeTensor):
-            continue
-        real = torch.view_as_real(local) if local.is_complex() else local
-        bits = real.contiguous().view(_INTEGERS[real.element_size()])
-        sums.append(bits.sum(dtype=torch.int64))
-    return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64, device="cpu")
 
 
 def _as_columns(digest: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from shoal_dtensor import Spec
 
 from ..parameters.sharded_parameters import ShardedParameter
+from ..parameters.written_values import digest_of
 
 Versions = list[tuple[object, ...]]
 
@@ -35,8 +36,9 @@ class Gathered:
     inner: list[Tensor] = field(default_factory=list)
     # without values the tensors only hold their place in autograd's graph
     has_values: bool = False
-    # the version of each tensor when it was filled
+    # the version of each tensor when it was filled, and its digest if the values were read then
     versions_when_filled: Sequence[int] = ()
+    digests_when_filled: Sequence[Tensor] = ()
     # with `reshard_after_forward=<int>`: this rank's larger shards, from the end of a forward to
     # the next gather
     shards: list[Tensor] = field(default_factory=list)
@@ -74,10 +76,22 @@ class Gathered:
             self.tensors.append(tensor)
             self.inner += inner
 
+    def note_values(self, *, reads_values: bool) -> None:
+        """Note that the tensors have values now, and which ones if `reads_values` is true."""
+        self.has_values = True
+        self.versions_when_filled = [tensor._version for tensor in self.tensors]
+        self.digests_when_filled = [*map(digest_of, self.tensors)] if reads_values else []
+
     @property
     def were_written(self) -> bool:
-        """True if a tensor was written to since it was filled."""
+        """True if a tensor was written to since it was filled, as its version says."""
         return self.versions_when_filled != [tensor._version for tensor in self.tensors]
+
+    @property
+    def have_other_values(self) -> bool:
+        """True if values were read when they were filled, and differ now."""
+        digests = zip(self.digests_when_filled, self.tensors, strict=False)
+        return any(not torch.equal(digest, digest_of(tensor)) for digest, tensor in digests)
 
     def release(self, *, keeps_memory: bool) -> None:
         """Release the values of all gathered tensors, and their memory."""
@@ -90,9 +104,12 @@ class Gathered:
 
 
 def _resize(tensor: Tensor, size: int) -> None:
-    """Change the number of bytes of a tensor's memory; memory that is there stays where it is."""
+    """Change the number of bytes of a tensor's memory; memory that is there stays where it is.
+
+    Memory that an array of numpy refers to keeps its size.
+    """
     storage = tensor.untyped_storage()
-    if storage.nbytes() != size:
+    if storage.nbytes() != size and storage.resizable():
         storage.resize_(size)
 
 

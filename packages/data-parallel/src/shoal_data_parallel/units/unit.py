@@ -46,8 +46,11 @@ from shoal_dtensor import Spec
 from shoal_dtensor.errors import StyleError, TiedWeightError
 from shoal_dtensor.internal import (
     ShardsInFlight,
+    is_compiling,
     redistribute_shards,
     register_owner,
+    replicas_are_compared,
+    shares_memory,
 )
 from shoal_mesh import purpose
 
@@ -147,6 +150,8 @@ class Unit(Group):
         self.parameters = []
         # whether the parameters were on the meta device when they were sharded
         self.was_on_meta = False
+        # whether a gather with gradients has compared values from its begin to its end
+        self.values_were_read = False
         # indices of the parameters that required gradients in the last forward
         self.trained: list[int] = []
         # `reshard_after_forward` as a bool: its default differs between outermost and inner units
@@ -401,9 +406,20 @@ class Unit(Group):
         ):
             in_flight.values.wait(lambda: current.allocate(in_flight.layouts))
             current.complete(self.parameters)
-        current.has_values = True
         current.shards = []
-        current.versions_when_filled = [tensor._version for tensor in current.tensors]
+        current.note_values(reads_values=self._reads_values())
+
+    def _reads_values(self) -> bool:
+        """Return whether values are read now, and again when they are freed.
+
+        They are read in the first gather with gradients, and in every gather in `lockstep()` and
+        `checked_replicas()`: a write through `p.data` in a forward has no version.
+        """
+        if is_compiling():
+            return False
+        is_first = torch.is_grad_enabled() and not self.values_were_read
+        self.values_were_read |= is_first
+        return is_first or replicas_are_compared()
 
     def _replace_gathered(self, versions: Versions) -> Gathered:
         """Return the object for newer values of the leaves.
@@ -432,14 +448,20 @@ class Unit(Group):
         if not self.current.has_values:
             self.current.shards = []
             return
-        were_changed = self.current.were_written and not self._holds_values_of_leaves()
+        were_changed = self.current.have_other_values or (
+            self.current.were_written and not self._holds_values_of_leaves()
+        )
         self.current.release(keeps_memory=self.settings.keep_unsharded_storage)
         if were_changed:
-            raise StyleError(
-                f"fully_shard: gathered parameters of {self.name!r} were written to; the written "
-                "values are lost, because shards do not change. Write to the parameters outside "
-                "of the module's forward and of unshard()"
-            )
+            raise self._written_error()
+
+    def _written_error(self) -> StyleError:
+        """Return the error for gathered parameters that were written to."""
+        return StyleError(
+            f"fully_shard: gathered parameters of {self.name!r} were written to; the written "
+            "values are lost, because shards do not change. Write to the parameters outside "
+            "of the module's forward and of unshard()"
+        )
 
     def shard_inside(self) -> None:
         """Keep this rank's shard over a small group of ranks, and free the gathered parameters."""
@@ -481,6 +503,14 @@ class Unit(Group):
                     "require gradients inside of the forward, which does not record its "
                     "gradient; call requires_grad_() before the forward"
                 )
+
+    def check_memory(self, gathered: Gathered) -> None:
+        """Raise StyleError if a forward has moved a parameter to other memory (`p.data = values`)."""
+        seen = zip(self.exposed or (), gathered.tensors, self.parameters, strict=False)
+        for view, tensor, parameter in seen:
+            if parameter.extension is None and not shares_memory(view, tensor):
+                self.hide()
+                raise self._written_error()
 
     def expose(self, views: Views) -> None:
         """Have the modules see views of the gathered tensors."""

@@ -179,6 +179,7 @@ def _open_before_backward(output: Any, forward: Forward, views: Views | None) ->
 
 def _leave(unit: Unit) -> None:
     """End the forward of the unit's modules."""
+    forward = unit.scope.forward
     unit.scope.forward = None
     if unit.open:
         # the backward that recomputed this forward still needs the parameters
@@ -188,6 +189,8 @@ def _leave(unit: Unit) -> None:
         running_backward().gathered.append(unit)
         return
     unit.check_frozen()
+    if forward is not None:
+        unit.check_memory(forward.gathered)
     unit.hide()
     if unit.frees_after_forward or _frees_in_evaluation(unit):
         unit.end_forward()
