@@ -29,16 +29,20 @@ from shoal_dtensor import (
     distribute_tensor,
     explain,
     full,
+    get_state_dict,
     interop,
     local_map,
     local_step,
     manual_seed,
+    random_mode,
     register_rule,
     register_sharding,
     unknown_ops,
     visualize_sharding,
     zeros,
 )
+from shoal_dtensor.checkpoint import Checkpointer
+from shoal_dtensor.errors import ArgumentTypeError
 from shoal_dtensor.internal import local_shard
 from shoal_mesh import MeshError, init_device_mesh
 from shoal_mesh.testing import fake_world
@@ -237,3 +241,25 @@ def test_an_operator_names_itself_and_its_specs() -> None:
     ):
         c = given()
         c.x @ c.x
+
+
+KEYWORDS: dict[str, tuple[Callable[..., object], dict[str, Any], str]] = {
+    "distribute": (distribute_tensor, {"placement": [Shard(0)]}, "placements"),
+    "factory": (zeros, {"placement": [Shard(0)]}, "placements"),
+    "local function": (local_map, {"out_placement": [Shard(0)]}, "out_placements"),
+    "norm": (clip_grad_norm_, {"norm_typ": 1.0}, "norm_type"),
+    "random numbers": (manual_seed, {"sead": 3}, "seed"),
+    "block": (random_mode, {"mod": "local"}, "mode"),
+    "state dict": (get_state_dict, {"option": None}, "options"),
+    "checkpoint": (Checkpointer, {"keeps": 3}, "keep"),
+    "picture": (visualize_sharding, {"headers": ""}, "header"),
+}
+
+
+@pytest.mark.parametrize("call", KEYWORDS)
+def test_an_unknown_keyword_is_named_with_a_similar_one(call: str) -> None:
+    function, keywords, similar = KEYWORDS[call]
+    (wrong,) = keywords
+    message = rf"keyword (argument )?'{wrong}'; did you mean '{similar}'\?; (it takes|allowed are) "
+    with pytest.raises(ArgumentTypeError, match=message):
+        function(**keywords)

@@ -4,12 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from shoal_mesh import CollectiveError, MeshError, init_device_mesh
-from shoal_mesh.argument_types import by_ranks, kind_of, name_ranks, require, require_each
+from shoal_mesh import (
+    CollectiveError,
+    DeviceMesh,
+    ElasticWorld,
+    MeshError,
+    comm_over,
+    init_device_mesh,
+    lockstep,
+)
+from shoal_mesh.argument_types import (
+    by_ranks,
+    kind_of,
+    name_ranks,
+    require,
+    require_each,
+    suggests_keywords,
+)
 from shoal_mesh.errors import CollectiveTypeError, MeshTypeError
 from shoal_mesh.testing import fake_world
 from wrong_calls import public_calls, wrong_values
@@ -104,3 +120,35 @@ def test_ranks_that_say_the_same_are_named_together() -> None:
         "ranks 0-2, 7",
     ]
     assert by_ranks({0: "a", 1: "b", 2: "a"}) == {"ranks 0, 2": "a", "rank 1": "b"}
+
+
+KEYWORDS: dict[str, tuple[Callable[..., object], dict[str, Any], str]] = {
+    "mesh": (init_device_mesh, {"mesh_dim_name": ("x",)}, "mesh_dim_names"),
+    "class": (DeviceMesh, {"mesh_dim_name": ("x",)}, "mesh_dim_names"),
+    "classmethod": (DeviceMesh.from_group, {"mesh_dimnames": ("x",)}, "mesh_dim_names"),
+    "block": (lockstep, {"time_out": 3.0}, "timeout"),
+    "communicator": (comm_over, {"rank": (0, 1)}, "ranks"),
+    "elastic world": (ElasticWorld, {"time_out": 3.0}, "timeout"),
+}
+
+
+@pytest.mark.parametrize("call", KEYWORDS)
+def test_an_unknown_keyword_is_named_with_a_similar_one(call: str) -> None:
+    function, keywords, similar = KEYWORDS[call]
+    (wrong,) = keywords
+    message = rf"keyword argument '{wrong}'; did you mean '{similar}'\?; it takes "
+    with pytest.raises(MeshTypeError, match=message):
+        function(**keywords)
+
+
+def test_an_error_of_the_function_itself_stays() -> None:
+    @suggests_keywords()
+    def halve(value: float) -> float:
+        return value / 2
+
+    assert halve(value=3) == 1.5
+    assert halve.__name__ == "halve"
+    with pytest.raises(TypeError, match="unsupported operand"):
+        halve(value="3")  # type: ignore[arg-type]  # a wrong value
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        halve()  # type: ignore[call-arg]  # a missing argument

@@ -6,15 +6,19 @@ May import: errors.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
-from difflib import get_close_matches
+from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn, strided
 
 from shoal_mesh import DeviceMesh
-from shoal_mesh.internal import kind_of
+from shoal_mesh.internal import (
+    check_keywords,
+    kind_of,
+    near_miss as near_miss,
+    suggests_keywords as _suggests_keywords,
+)
 
 from .errors import ArgumentTypeError, LayoutError, StyleTypeError
 
@@ -95,33 +99,9 @@ def check_callable(where: str, name: str, value: Callable[..., Any] | None) -> N
         )
 
 
-def near_miss(got: str, known: Iterable[str]) -> str:
-    """Return the end of an error message that suggests the most similar name.
-
-    The text is empty if no name is similar.
-
-    Example:
-        >>> near_miss("colwize", ["colwise", "rowwise"])
-        "; did you mean 'colwise'?"
-    """
-    similar = get_close_matches(got, list(known), n=1, cutoff=0.7)
-    return f"; did you mean {similar[0]!r}?" if similar else ""
-
-
-def check_keywords(where: str, function: Callable[..., Any], keywords: Iterable[str]) -> None:
-    """Raise StyleTypeError for an unknown keyword argument; the error suggests a similar one."""
-    parameters = inspect.signature(function).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return
-    known = [name for name in parameters if name != "self"]
-    for keyword in keywords:
-        if keyword not in known:
-            suggestion = near_miss(keyword, known)
-            allowed = ", ".join(known) or "no arguments"
-            raise StyleTypeError(
-                f"{where}() got an unexpected keyword argument {keyword!r}{suggestion}; it takes "
-                f"{allowed}"
-            )
+def suggests_keywords() -> Callable[[Function], Function]:
+    """Decorate a function to raise ArgumentTypeError, with a suggestion, for an unknown keyword."""
+    return _suggests_keywords(ArgumentTypeError)
 
 
 def check_types(**kinds: Kinds) -> Callable[[Function], Function]:
@@ -149,7 +129,7 @@ def check_types(**kinds: Kinds) -> Callable[[Function], Function]:
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             if not kwargs.keys() <= known:
-                check_keywords(function.__name__, function, kwargs)
+                check_keywords(function.__name__, function, kwargs, StyleTypeError)
             arguments = dict(zip(names, args, strict=False)) | kwargs
             for name, kind in kinds.items():
                 if name in arguments:

@@ -33,7 +33,7 @@ from ._torch.tensors import (
     unwatched_functions,
 )
 from .api.constructors import distributed_by
-from .argument_types import check_device_mesh, check_keywords, check_types, near_miss, submodule_of
+from .argument_types import check_device_mesh, check_types, submodule_of
 from .crossings import Crossings, install_crossings, nodes_below
 from .dispatch.observed_calls import CallObserver, dispatch_observed
 from .host_memory import device_of_numbers, download, upload, upload_packed

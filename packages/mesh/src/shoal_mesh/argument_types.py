@@ -1,15 +1,20 @@
-"""Checks of argument types with one wording for all errors, and names of ranks in texts.
+"""Checks of arguments with one wording for all errors, and names of ranks in texts.
 
 May import: errors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from types import UnionType
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from functools import wraps
+from types import FunctionType, UnionType
+from typing import Any, TypeVar, cast
 
 from .errors import CollectiveTypeError, MeshTypeError
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 Kinds = type | UnionType
 TypeErrors = type[MeshTypeError] | type[CollectiveTypeError]
 
@@ -53,6 +58,69 @@ def kind_of(value: object) -> str:
         "this one with DeviceMesh.from_group(m.get_all_groups(), m.device_type, m.mesh, "
         "mesh_dim_names=m.mesh_dim_names)"
     )
+
+
+def near_miss(got: str, known: Iterable[str]) -> str:
+    """Return the end of an error message that suggests the most similar name.
+
+    The text is empty if no name is similar.
+
+    Example:
+        >>> near_miss("colwize", ["colwise", "rowwise"])
+        "; did you mean 'colwise'?"
+    """
+    similar = get_close_matches(got, list(known), n=1, cutoff=0.7)
+    return f"; did you mean {similar[0]!r}?" if similar else ""
+
+
+def check_keywords(
+    where: str, function: Callable[..., Any], keywords: Iterable[str], error: type[TypeError]
+) -> None:
+    """Raise `error` for an unknown keyword argument; it suggests a similar one."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    known = [name for name in parameters if name not in ("self", "cls")]
+    for keyword in keywords:
+        if keyword not in known:
+            suggestion = near_miss(keyword, known)
+            allowed = ", ".join(known) or "no arguments"
+            raise error(
+                f"{where}() got an unexpected keyword argument {keyword!r}{suggestion}; it takes "
+                f"{allowed}"
+            )
+
+
+def suggests_keywords(error: type[TypeError] = MeshTypeError) -> Callable[[Function], Function]:
+    """Decorate a function so that an unknown keyword argument is an `error` with a suggestion.
+
+    A call without an error costs a tenth of a microsecond more.
+
+    Example:
+        >>> @suggests_keywords()
+        ... def halve(value: float) -> float:
+        ...     return value / 2
+        >>> halve(valu=3)
+        Traceback (most recent call last):
+        shoal_mesh.errors.MeshTypeError: halve() got an unexpected keyword argument 'valu'; did \
+        you mean 'value'?; it takes value
+    """
+
+    def decorate(function: Function) -> Function:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except TypeError:
+                check_keywords(function.__qualname__, function, kwargs, error)
+                raise
+
+        # A code object of its own: torch.compile counts recompilations by code object, and the
+        # name is the one that tracebacks show.
+        code = call.__code__.replace(co_name=function.__name__)
+        own = FunctionType(code, call.__globals__, closure=call.__closure__)
+        return cast(Function, wraps(function)(own))
+
+    return decorate
 
 
 def name_ranks(ranks: Iterable[int]) -> str:

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from . import _torch
-from .argument_types import require
+from .argument_types import require, suggests_keywords
 from .collectives.even import all_reduce
 from .errors import BackendError, MeshError, NewcomerError, PeerError
 from .groups.process_groups import comm_over, forget_groups
@@ -90,6 +90,7 @@ class ElasticWorld:
         [[1]]
     """
 
+    @suggests_keywords()
     def __init__(
         self,
         store: _torch.Store,

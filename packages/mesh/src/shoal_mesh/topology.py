@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from .accelerator import module_of, own_device
-from .argument_types import require, require_each
+from .argument_types import require, require_each, suggests_keywords
 from .collectives import even
 from .errors import AxisError, MeshError
 from .mesh.device_mesh import DeviceMesh
@@ -142,6 +142,7 @@ def topology_of(mesh: DeviceMesh) -> Topology:
     return chosen if chosen is not None else _default(mesh)
 
 
+@suggests_keywords()
 def set_topology(mesh: DeviceMesh, topology: Topology | Sequence[Link] | None) -> None:
     """Use these links for a mesh, and for meshes equal to it, from now on.
 
@@ -216,6 +217,7 @@ def _ranks_per_host(device_type: str, kind: str) -> int:
     return int(module.device_count()) or _ON_A_HOST
 
 
+@suggests_keywords()
 def measure(mesh: DeviceMesh, *, largest: int = 1 << 22, repeats: int = 5) -> Topology:
     """Derive the links from the times of all-gathers of two sizes; all ranks of the mesh call it.
 

@@ -18,7 +18,7 @@ from torch import nn
 from shoal_mesh import DeviceMesh
 
 from .._torch.compiling import whole_when_compiled
-from ..argument_types import check_callable, check_type
+from ..argument_types import check_callable, check_type, near_miss, suggests_keywords
 from ..errors import ArgumentTypeError, ArgumentValueError, PlacementError, PlacementIndexError
 from ..layout.boxes import slices_of
 from ..layout.dim_sharding import ShardOrder
@@ -42,6 +42,7 @@ class Sliceable(Protocol):
 
 
 @whole_when_compiled
+@suggests_keywords()
 def distribute_tensor(
     tensor: torch.Tensor | Sliceable,
     device_mesh: DeviceMesh | None = None,
@@ -186,6 +187,7 @@ def _read(
     return DTensor(shard.clone() if is_view else shard, spec)
 
 
+@suggests_keywords()
 def distribute_module(
     module: nn.Module,
     device_mesh: DeviceMesh | None = None,
@@ -371,7 +373,8 @@ def _new(
     unknown = [name for name in keywords if name not in _DEFAULTS]
     if unknown:
         raise ArgumentTypeError(
-            f"unexpected keyword {unknown[0]!r}; allowed are {', '.join(_DEFAULTS)}"
+            f"unexpected keyword {unknown[0]!r}{near_miss(unknown[0], _DEFAULTS)}; allowed are "
+            f"{', '.join(_DEFAULTS)}"
         )
     options = _DEFAULTS | keywords
     if options["layout"] is not torch.strided:

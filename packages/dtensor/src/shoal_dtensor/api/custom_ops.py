@@ -16,7 +16,7 @@ from shoal_mesh import DeviceMesh
 from .._torch.compiling import is_tracing, never_compiled
 from .._torch.operators import OpOverload
 from .._torch.tensors import pytree
-from ..argument_types import check_callable, check_mesh, check_type
+from ..argument_types import check_callable, check_mesh, check_type, suggests_keywords
 from ..errors import MixedTensorError, PlacementError, PlacementIndexError
 from ..layout.placements import Placement, Shard
 from ..layout.spec import Spec
@@ -29,6 +29,7 @@ from ..tensor.spec_arguments import layout_of_ranks
 Placements = Sequence[Placement] | None
 
 
+@suggests_keywords()
 def local_map(  # noqa: PLR0913  # torch's arguments, and whether to compare
     func: Callable[..., Any] | None = None,
     out_placements: Placements | tuple[Placements, ...] = None,
@@ -235,6 +236,7 @@ def _outputs(
     return pytree.tree_unflatten(outputs, structure)
 
 
+@suggests_keywords()
 def register_rule(
     op: OpOverload | Sequence[OpOverload], rule: Rule, *, replace: bool = False
 ) -> None:

@@ -10,6 +10,7 @@ from shoal_mesh import CommDebugMode
 from shoal_mesh.internal import Event
 
 from .._torch.tensors import pytree
+from ..argument_types import suggests_keywords
 from ..errors import ArgumentValueError
 from ..scopes import communication
 from ..tensor.dtensor import DTensor
@@ -89,6 +90,7 @@ class DebugMode(CommDebugMode):  # type: ignore[no-untyped-call]  # torch's __in
           all_to_all_single of 32 bytes along 0
     """
 
+    @suggests_keywords()
     def __init__(  # noqa: PLR0913  # torch's options
         self,
         *,

@@ -16,7 +16,7 @@ from torch import Tensor
 from shoal_mesh.errors import MissingExtraError
 from shoal_mesh.internal import html_text
 
-from ..argument_types import check_type
+from ..argument_types import check_type, suggests_keywords
 from ..errors import PlacementError
 from ..layout.boxes import Box
 from ..layout.dim_sharding import ShardOrder
@@ -175,6 +175,7 @@ def _figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
+@suggests_keywords()
 def visualize_sharding(dtensor: DTensor | Spec, header: str = "", use_rich: bool = False) -> None:
     """Print which ranks hold which shard of a 1-D or 2-D tensor, once, on the mesh's first rank.
 
@@ -246,6 +247,7 @@ def draw_sharding(spec: Spec) -> str:
     return rank_table(spec).text()
 
 
+@suggests_keywords()
 def draw_layout(tensor: DTensor | Spec, ax: Any = None, title: str = "") -> Any:
     """Draw the tensor as a rectangle, with a color and the ranks for each part; return the axes.
 
@@ -318,6 +320,7 @@ def _rectangles(box: Box, shape: tuple[int, ...]) -> list[_Rectangle]:
     return [_Rectangle(top, left, bottom - top, right - left) for top, bottom in runs]
 
 
+@suggests_keywords()
 def draw_layouts(tensors: Mapping[str, Tensor | Spec], columns: int = 4) -> Any:
     """Draw the layouts of a model, or of any named tensors, and return the matplotlib figure.
 

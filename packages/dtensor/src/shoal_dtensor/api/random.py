@@ -15,7 +15,7 @@ from torch import Tensor
 from shoal_mesh import DeviceMesh
 from shoal_mesh.internal import own_device
 
-from ..argument_types import check_mesh, check_type
+from ..argument_types import check_mesh, check_type, suggests_keywords
 from ..errors import RandomStateError
 from ..layout.spec import Spec
 from ..rng.state import (
@@ -44,6 +44,7 @@ def is_rng_supported_mesh(device_mesh: DeviceMesh) -> bool:
     return has_generators(device_mesh.device_type)
 
 
+@suggests_keywords()
 def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
     """Seed the default generators of this rank; every rank of the mesh passes the same seed.
 

@@ -23,6 +23,7 @@ from shoal_mesh.internal import agree
 
 from .._torch.interception import around_state_dicts
 from .._torch.tensors import pytree
+from ..argument_types import suggests_keywords
 from ..errors import StateDictError
 from ..redistribute.scatter import shard_of
 from ..tensor.dtensor import DTensor
@@ -38,6 +39,7 @@ from .optimizer_states import (
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
 
+@suggests_keywords()
 def get_model_state_dict(
     model: nn.Module, *, submodules: set[nn.Module] | None = None, options: Any = None
 ) -> dict[str, Any]:
@@ -73,6 +75,7 @@ def get_model_state_dict(
     )
 
 
+@suggests_keywords()
 def get_optimizer_state_dict(
     model: nn.Module,
     optimizers: Optimizers,
@@ -105,6 +108,7 @@ def get_optimizer_state_dict(
     return state
 
 
+@suggests_keywords()
 def get_state_dict(
     model: nn.Module,
     optimizers: Optimizers,
@@ -128,6 +132,7 @@ def get_state_dict(
     )
 
 
+@suggests_keywords()
 def set_model_state_dict(
     model: nn.Module, model_state_dict: Mapping[str, Any], *, options: Any = None
 ) -> Any:
@@ -163,6 +168,7 @@ def set_model_state_dict(
     )
 
 
+@suggests_keywords()
 def set_optimizer_state_dict(
     model: nn.Module,
     optimizers: Optimizers,
@@ -198,6 +204,7 @@ def set_optimizer_state_dict(
     _load_states(lambda given: get(options=given), optimizers, optim_state_dict, options)
 
 
+@suggests_keywords()
 def set_state_dict(
     model: nn.Module,
     optimizers: Optimizers,

@@ -31,7 +31,7 @@ from shoal_mesh import purpose
 from shoal_mesh.internal import agree
 
 from .._torch.tensors import pytree
-from ..argument_types import check_type
+from ..argument_types import check_type, suggests_keywords
 from ..errors import CheckpointError
 from ..host_memory import arrival_on, start_copy
 from ..tensor.dtensor import DTensor
@@ -77,6 +77,7 @@ class Checkpointer:
         [(7, 12.0), (7, 12.0)]
     """
 
+    @suggests_keywords()
     def __init__(self, folder: str | PathLike[str], *, keep: int = 2) -> None:
         check_type("Checkpointer", "folder", folder, (str, PathLike), expected="a path")
         check_type("Checkpointer", "keep", keep, int, expected="a number of checkpoints")
@@ -102,6 +103,7 @@ class Checkpointer:
         matches = (_STEP.fullmatch(entry.name) for entry in self._folder.iterdir())
         return sorted((int(match[1]) for match in matches if match), reverse=True)
 
+    @suggests_keywords()
     def save(self, step: int, state_dict: Mapping[str, Any], *, background: bool = False) -> None:
         """Save a step, which must be newer than all saved steps.
 
@@ -164,6 +166,7 @@ class Checkpointer:
                     dist.destroy_process_group(group)
             self._background = None
 
+    @suggests_keywords()
     def load(
         self, state_dict: dict[str, Any], step: int | None = None, *, strict: bool = True
     ) -> int | None:
@@ -202,7 +205,7 @@ class Checkpointer:
             except CheckpointError as error:
                 if step is not None:
                     raise
-                warnings.warn(f"step {number} is skipped: {error}", stacklevel=2)
+                warnings.warn(f"step {number} is skipped: {error}", stacklevel=3)
                 continue
             self._fill(number, state_dict, group, strict=strict)
             return number
@@ -251,7 +254,7 @@ class Checkpointer:
         warnings.warn(
             f"step {step} also holds {shorten(parts)}, which this load ignores; pass strict=False "
             "to ignore them without a warning",
-            stacklevel=4,
+            stacklevel=5,
         )
 
     def _write(self, step: int, state_of_step: Callable[[], dict[str, Any]], group: Any) -> None:

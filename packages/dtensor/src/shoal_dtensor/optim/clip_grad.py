@@ -20,7 +20,7 @@ from shoal_mesh import DeviceMesh, all_reduce, purpose
 from shoal_mesh.internal import all_reduce_, is_observed, sums_are_in_tree
 
 from .._torch.compiling import is_tracing, whole_when_compiled
-from ..argument_types import check_type
+from ..argument_types import check_type, suggests_keywords
 from ..errors import MixedTensorError
 from ..host_memory import device_of_numbers, upload
 from ..layout.spec import Spec
@@ -30,6 +30,7 @@ from ..tensor.dtensor import DTensor
 
 
 @torch.no_grad()
+@suggests_keywords()
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
     max_norm: float,

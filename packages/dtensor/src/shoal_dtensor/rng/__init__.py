@@ -6,5 +6,5 @@ generator, `counter` makes values from the element's index alone (with Philox), 
 the mode, saves and restores generators, and checks that ranks agree. Nothing here depends on
 operators or DTensors.
 
-May import: _torch, errors, host_memory, layout, rows_of_ranks.
+May import: _torch, argument_types, errors, host_memory, layout, rows_of_ranks.
 """

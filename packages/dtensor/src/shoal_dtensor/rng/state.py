@@ -20,6 +20,7 @@ from shoal_mesh.internal import ScopedValue, in_lockstep, module_of
 
 from .._torch.interception import checkpoints, recomputed_in
 from .._torch.operators import out_of_sight
+from ..argument_types import suggests_keywords
 from ..errors import RandomStateError
 from ..host_memory import device_of_numbers, upload
 from ..rows_of_ranks import in_other_threads, one_thread_at_a_time, rows_of_ranks
@@ -61,6 +62,7 @@ def _checked(mode: Mode, axes: Sequence[int | str]) -> RandomMode:
     return RandomMode(mode, tuple(axes))
 
 
+@suggests_keywords()
 def set_random_mode(mode: Mode, axes: Sequence[int | str] = ()) -> None:
     """Set the random mode of this thread: arguments and errors as for `random_mode`.
 
@@ -86,6 +88,7 @@ def draws_at_once(device_type: str) -> bool:
 
 
 @contextmanager
+@suggests_keywords()
 def random_mode(mode: Mode, axes: Sequence[int | str] = ()) -> Iterator[None]:
     """Make random operators on sharded tensors draw by `mode` inside the block; blocks nest.
 
@@ -257,6 +260,7 @@ def _describe(mesh: DeviceMesh, digests: Sequence[int], generator: torch.Generat
     )
 
 
+@suggests_keywords()
 def get_rng_state(device: torch.device | str | None = None) -> dict[str, Tensor]:
     """Return the states of the default generators, as plain tensors for a checkpoint.
 
@@ -285,6 +289,7 @@ def get_rng_state(device: torch.device | str | None = None) -> dict[str, Tensor]
     return state
 
 
+@suggests_keywords()
 def set_rng_state(state: Mapping[str, Tensor], device: torch.device | str | None = None) -> None:
     """Restore the result of `get_rng_state`; ignore the parts of devices that are not present.
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from .. import _torch
 from .._torch import WORLDS, ProcessGroup, constant_when_compiled
-from ..argument_types import require, require_each
+from ..argument_types import require, require_each, suggests_keywords
 from ..errors import BackendError, MeshError, NoGroupError
 from ..transport import Transport
 from .world import require_world, world_place
@@ -306,6 +306,7 @@ _NEXT_NUMBER = count()
 _LOCK = Lock()
 
 
+@suggests_keywords()
 def comm_over(ranks: Sequence[int], name: str = "ranks") -> Comm:
     """Return the communicator over any global ranks, whether or not they follow axes of a mesh.
 

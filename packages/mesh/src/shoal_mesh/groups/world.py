@@ -18,7 +18,7 @@ import torch.distributed as dist
 from .. import _torch
 from .._torch import ProcessGroup, Store
 from ..accelerator import module_of, own_device
-from ..argument_types import by_ranks, name_ranks, require, require_each
+from ..argument_types import by_ranks, name_ranks, require, require_each, suggests_keywords
 from ..errors import MeshError, MeshMismatchError, NoGroupError, PeerError
 
 R = TypeVar("R")
@@ -37,6 +37,7 @@ def world_place() -> tuple[int, int, str] | None:
     return None if world is None else (world.size(), world.rank(), _torch.backend_config(world))
 
 
+@suggests_keywords()
 def restart_world(
     ranks: Sequence[int] | None = None, *, timeout: float | None = None
 ) -> ProcessGroup:

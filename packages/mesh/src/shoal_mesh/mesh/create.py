@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..accelerator import own_device
-from ..argument_types import require, require_each
+from ..argument_types import require, require_each, suggests_keywords
 from ..errors import MeshError, NoGroupError
 from ..groups.process_groups import BackendChoice, Comm
 from ..groups.world import check_agreement, ensure_world
@@ -29,6 +29,7 @@ from .rank_layout import (
 from .rank_order import RankOrder, measured_costs, order_by_costs
 
 
+@suggests_keywords()
 def init_device_mesh(  # noqa: PLR0913  # torch's arguments, and three independent options
     device_type: str,
     mesh_shape: Sequence[int],
@@ -117,6 +118,7 @@ def measured_order(mesh_shape: Sequence[int], device_type: str = "cpu") -> RankO
     return order_by_costs(shape, measured_costs(world, own_device(kind)))
 
 
+@suggests_keywords()
 def abstract_mesh(
     shape: Sequence[int],
     names: Sequence[str] | None = None,

@@ -17,7 +17,7 @@ import torch
 
 from .. import _torch
 from .._torch import ProcessGroup, constant_when_compiled, refuse_its_own_mesh
-from ..argument_types import require, require_each
+from ..argument_types import require, require_each, suggests_keywords
 from ..errors import AxisError, MeshError
 from ..groups.process_groups import BackendChoice, Comm, end_groups
 from ..groups.world import check_agreement, ensure_world
@@ -96,6 +96,7 @@ class DeviceMesh(RankGrid):
     _flattened: dict[str, DeviceMesh]
     _root: DeviceMesh | None
 
+    @suggests_keywords()
     def __init__(
         self,
         device_type: str,
@@ -130,6 +131,7 @@ class DeviceMesh(RankGrid):
             self._create_groups()
 
     @classmethod
+    @suggests_keywords()
     def from_group(
         cls,
         group: ProcessGroup | Sequence[ProcessGroup],

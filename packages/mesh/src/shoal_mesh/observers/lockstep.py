@@ -30,7 +30,7 @@ from torch import Tensor
 
 from .. import _torch
 from .._torch import ProcessGroup, Store
-from ..argument_types import by_ranks, name_ranks, require
+from ..argument_types import by_ranks, name_ranks, require, suggests_keywords
 from ..collectives import calls, even
 from ..collectives.calls import Along
 from ..errors import CollectiveTypeError, LockstepError, MeshError, PeerError
@@ -63,6 +63,7 @@ _ENDS = ("ended", "returned")
 
 
 @contextmanager
+@suggests_keywords()
 def lockstep(*, timeout: float = 30.0, every: int = 1, call_sites: bool = True) -> Iterator[None]:
     """Compare the next collectives of all ranks, before every collective inside the block.
 
@@ -419,6 +420,7 @@ def _is_library(module: str) -> bool:
 # --- replicas -------------------------------------------------------------------------------------
 
 
+@suggests_keywords()
 def check_replicas(
     tensor: Tensor | Mapping[str, Tensor], comm: Along, what: str = "tensor"
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from shoal_dtensor import Partial, Replicate
 from shoal_dtensor.errors import PlanError
-from shoal_dtensor.internal import near_miss
+from shoal_mesh.internal import near_miss
 
 from ..errors import StyleNameError
 from ..styles.activation import LatentProjection, OwnParameters, SequenceParallel

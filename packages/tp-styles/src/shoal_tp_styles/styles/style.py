@@ -15,9 +15,15 @@ from typing import Any, Self
 from torch import nn
 
 from shoal_dtensor import Placement
-from shoal_dtensor.errors import LayoutError, LayoutTypeError, StyleError, UnsupportedModuleError
-from shoal_dtensor.internal import check_keywords
+from shoal_dtensor.errors import (
+    LayoutError,
+    LayoutTypeError,
+    StyleError,
+    StyleTypeError,
+    UnsupportedModuleError,
+)
 from shoal_mesh import DeviceMesh
+from shoal_mesh.internal import check_keywords
 
 from ..apply.apply import apply_sharding
 from ..sharding.module_kinds import keeps_forward
@@ -83,7 +89,7 @@ class ParallelStyle(ABC):
     lower: bool = True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        check_keywords(cls.__name__, cls.__init__, kwargs)
+        check_keywords(cls.__name__, cls.__init__, kwargs, StyleTypeError)
         return super().__new__(cls)
 
     @abstractmethod
