@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from data_parallel_model import mesh_of, own, same_gradients
-from shoal_data_parallel import StyleError, fully_shard, replicate
+from shoal_data_parallel import EqualRowsWarning, StyleError, fully_shard, replicate
 from shoal_dtensor import DTensor, checked_replicas, full_tensor
+from shoal_mesh import lockstep
 from shoal_mesh.testing import on_ranks
 
 
@@ -195,12 +197,13 @@ def test_later_forwards_are_read_in_blocks_that_compare_replicas() -> None:
     model: Any = fully_shard(layer, mesh_of(2, 1)["data"])
     model(torch.ones(2, 4)).sum().backward()
     writes.append("now")
-    model(torch.ones(2, 4)).sum().backward()
+    rows = torch.full((2, 4), float(torch.distributed.get_rank()))
+    model(rows).sum().backward()
     with (
         checked_replicas(),
         pytest.raises(StyleError, match="were written to; the written values are lost"),
     ):
-        model(torch.ones(2, 4)).sum().backward()
+        model(rows).sum().backward()
 
 
 @on_ranks(2)
@@ -219,6 +222,47 @@ def test_an_array_of_a_gathered_parameter_may_be_read() -> None:
         with torch.no_grad():
             for param in model.parameters():
                 param.add_(1)
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+class Masked(nn.Module):
+    """A model that is called with keywords, one of which is equal on all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, *, rows: Tensor, mask: Tensor) -> Tensor:
+        return torch.where(mask, self.layer(rows), 0.0)
+
+
+@pytest.mark.parametrize("how", ["replicas", "optimizer", "one unit"])
+@pytest.mark.parametrize("block", [checked_replicas, lockstep])
+@on_ranks(4)
+def test_ranks_that_read_equal_rows_are_named(
+    block: Callable[[], AbstractContextManager[None]], how: str
+) -> None:
+    """Ranks along a data axis trained on the same rows, in silence: a DataLoader without a sampler."""
+    mesh = mesh_of(2, 2)
+    model: Any = over_data(Masked(), how, mesh["data"])
+    mask = torch.ones(3, 4, dtype=torch.bool)
+    equal = torch.ones(3, 4)
+    own_rows = equal * mesh.get_local_rank("data")
+    with block():
+        model(rows=own_rows, mask=mask).sum().backward()
+        with pytest.warns(
+            EqualRowsWarning, match="input of .*Masked has equal values on ranks .* along data"
+        ):
+            model(rows=equal, mask=mask).sum().backward()
+        # a forward that is not trained may evaluate the same rows on all ranks
+        with torch.no_grad():
+            model(rows=equal, mask=mask)
+        model.eval()
+        model(rows=equal, mask=mask)
+    model.train()
+    model(rows=equal, mask=mask)
 
 
 # --- hooks ----------------------------------------------------------------------------------------

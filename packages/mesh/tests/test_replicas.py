@@ -1,4 +1,4 @@
-"""Covers: lockstep.py: check_replicas."""
+"""Covers: lockstep.py: check_replicas and check_distinct."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from shoal_mesh import (
     LockstepError,
+    check_distinct,
     check_replicas,
     init_device_mesh,
 )
@@ -37,3 +38,23 @@ def test_replicas_by_name() -> None:
     assert caught.value.ranks == (2,)
     with pytest.raises(LockstepError, match=r"compare \[2, 2, 2, 1\] tensors of tensor"):
         check_replicas({"weight": state["weight"]} if dist.get_rank() == 3 else state, comm)
+
+
+@on_ranks(4)
+def test_rows_that_two_ranks_share() -> None:
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("data",))
+    rank = dist.get_rank()
+    along = (mesh, "data")
+    mask = torch.ones(3, dtype=torch.bool)
+    check_distinct(torch.full((3,), rank), along)
+    check_distinct({"rows": torch.full((3,), rank), "mask": mask}, along)
+    # several ranks may have no rows at the end of an epoch
+    check_distinct(torch.zeros(max(rank - 1, 0), 2), along)
+    check_distinct({}, along)
+    with pytest.raises(
+        LockstepError, match="batch has equal values on ranks 0, 1 and on ranks 2, 3 along data"
+    ) as caught:
+        check_distinct({"rows": torch.full((3,), rank // 2), "mask": mask}, along, "batch")
+    assert caught.value.ranks == (0, 1, 2, 3)
+    with pytest.raises(LockstepError, match="tensor has equal values on ranks 0-2 along data"):
+        check_distinct(torch.tensor(float(rank == 3)), along)

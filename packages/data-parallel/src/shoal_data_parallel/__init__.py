@@ -14,6 +14,7 @@ from .fsdp_module import (
 )
 from .fully_shard import fully_shard
 from .gradients.communication import AllGather, ReduceScatter
+from .gradients.equal_rows import EqualRowsWarning
 from .owned_shards import owned_shards
 from .parameters.parameter_meshes import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from .parameters.policies import (
@@ -29,6 +30,7 @@ __all__ = [
     "AllGather",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
+    "EqualRowsWarning",
     "FSDPMeshInfo",
     "FSDPModule",
     "GradientReductionHandle",

@@ -38,6 +38,7 @@ from shoal_mesh import DeviceMesh, broadcast, current_mesh
 
 from .fsdp_module import FSDPModule, refusing_methods_of_units
 from .fully_shard import check_modules, install_unit, mesh_of_all_ranks
+from .gradients.equal_rows import warn_of_equal_rows
 from .gradients.forward_writes import ForwardWrites, Used
 from .gradients.global_losses import watch
 from .gradients.gradient_buckets import Bucket, GradientBuckets
@@ -268,7 +269,7 @@ def _install(state: Replicas, module: Any, src_data_rank: int | None) -> None:
     state.attach()
     vars(module)[_STATE] = state
     module.__class__ = with_methods(ReplicateModule, module.__class__)
-    module.register_forward_pre_hook(state.before, prepend=True)
+    module.register_forward_pre_hook(state.before, prepend=True, with_kwargs=True)
     module.register_forward_hook(state.after, always_call=True)
     watch_draws(module, axes.mesh)
 
@@ -460,7 +461,7 @@ class Replicas(Reducer):
             bucket.watch_writes(self.writes)
         return buckets
 
-    def before(self, module: nn.Module, args: Any) -> None:
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Prepare a forward; a hook.
 
         Parameters may have been updated, replaced, frozen or added since the last forward.
@@ -470,6 +471,7 @@ class Replicas(Reducer):
         self._depth += 1
         if self._depth > 1 or self.gradients.running:
             return
+        warn_of_equal_rows(module, args, kwargs, self.axes.comm)
         for state in reversed(self.module._reducers()):
             state.check_materialized()
             state.send_materialized()

@@ -31,7 +31,7 @@ from .mesh.create import (
 )
 from .mesh.device_mesh import DeviceMesh, current_mesh
 from .observers.comm_debug import CommDebugMode
-from .observers.lockstep import check_replicas, lockstep
+from .observers.lockstep import check_distinct, check_replicas, lockstep
 from .observers.stragglers import stragglers
 from .topology import Link, measure as measure_topology, set_topology, topology_of
 
@@ -58,6 +58,7 @@ __all__ = [
     "all_to_all_v",
     "annotate_collectives",
     "broadcast",
+    "check_distinct",
     "check_replicas",
     "comm_over",
     "current_mesh",

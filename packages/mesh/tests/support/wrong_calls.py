@@ -272,6 +272,13 @@ def _collectives(row: _Table, comm: Comm) -> None:
         comm=(comm, "comm"),
         what=("x", "text no_text"),
     )
+    row(
+        "check_distinct",
+        m.check_distinct,
+        tensor=replicas,
+        comm=(comm, "comm"),
+        what=("x", "text no_text"),
+    )
 
 
 def _meshes(row: _Table, two: m.DeviceMesh) -> None:

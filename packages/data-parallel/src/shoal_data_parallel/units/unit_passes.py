@@ -38,6 +38,7 @@ from .._torch import (
     outside_transforms,
     run_when_ready,
 )
+from ..gradients.equal_rows import warn_of_equal_rows
 from ..parameters.gathered_types import declare_whole
 from ..parameters.leaf_hooks import GradientSwitch, install_switch
 from .gathered import Views
@@ -120,6 +121,8 @@ def _before(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any,
     scope.enter_guard(nullcontext())
     if not continues:
         scope.begin(unit.modules)
+        if unit.schedule.units[0] is unit:
+            warn_of_equal_rows(module, args, kwargs, unit.axes.comm)
         # Selective checkpointing must not save these collectives: a recomputation sends parameters
         # that were prefetched in the first forward.
         with unwatched():
