@@ -1,4 +1,4 @@
-"""LoRA adapters of peft on a parallel model, against one process.  Covers: hf/adapters.py.
+"""Adapters of peft on a parallel model, against one process.  Covers: hf/adapters.py, hf/sliced_adapters.py.
 
 Run by `nox -s hugging_face`, where peft is installed.
 """
@@ -12,9 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from hf_models import assert_same_values, build_model, needs_hf, needs_peft, save_plain, token_batch
+from hf_models import (
+    assert_same_values,
+    build_model,
+    needs_hf,
+    needs_peft,
+    save_plain,
+    shared_directory,
+    token_batch,
+)
 from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_models import hf
+from shoal_models.errors import CheckpointError
 from shoal_tp_styles import UnsupportedModuleError, parallelize_module
 
 pytestmark = [needs_hf, needs_peft]
@@ -99,5 +108,81 @@ def test_other_adapters_are_refused() -> None:
     module = adapted(
         parallelize_module(plain, all_ranks(), dict(plain.tp_plan)), target_modules=["embed_tokens"]
     )
-    with pytest.raises(UnsupportedModuleError, match=r"LoRA .without DoRA. of Linear layers"):
+    with pytest.raises(
+        UnsupportedModuleError, match=r"LoRA .without DoRA. and IA3 of Linear layers"
+    ):
+        hf.parallelize_adapters(module)
+
+
+def with_peft(model: Any, kind: str) -> Any:
+    """Add IA3 or prefix tuning, with values that are the same on all ranks."""
+    import peft
+
+    config: Any = peft.IA3Config(
+        target_modules=["k_proj", "v_proj", "o_proj", "up_proj", "down_proj"],
+        feedforward_modules=["up_proj", "down_proj"],
+    )
+    if kind != "scales":
+        config = peft.PrefixTuningConfig(
+            task_type="CAUSAL_LM",
+            num_virtual_tokens=3,
+            prefix_projection=kind == "projected prefix",
+            encoder_hidden_size=8,
+        )
+    torch.manual_seed(3)
+    tuned = peft.get_peft_model(model.train(), config)
+    if kind == "scales":
+        for name, param in tuned.named_parameters():
+            if param.requires_grad:
+                torch.manual_seed(len(name))
+                torch.nn.init.uniform_(param, 0.5, 1.5)
+    return tuned
+
+
+@on_ranks(2, timeout=200)
+@pytest.mark.parametrize("first", ["mesh", "peft"])
+@pytest.mark.parametrize("kind", ["scales", "prefix", "projected prefix"])
+def test_sliced_adapters_are_those_of_one_process(kind: str, first: str, tmp_path: Path) -> None:
+    """Sizes of prefixes or scales and of the rank's heads or features did not match."""
+    plain = build_model()
+    plan = dict(plain.tp_plan)
+    single = with_peft(copy.deepcopy(plain), kind)
+    if first == "mesh":
+        module = with_peft(parallelize_module(copy.deepcopy(plain), all_ranks(), plan), kind)
+    else:
+        module = with_peft(copy.deepcopy(plain), kind)
+        base = module.get_base_model()
+        scaled = {path for path, each in base.named_modules() if hasattr(each, "base_layer")}
+        names = tuple({path.rpartition(".")[2] for path in scaled} | {"-"})
+        plan = {key + ".base_layer" * key.endswith(names): style for key, style in plan.items()}
+        parallelize_module(base, all_ranks(), plan)
+    assert hf.parallelize_adapters(hf.parallelize_adapters(module)) is module
+    train(single)
+    train(module)
+    assert_same_values(module, single, atol=1e-10)
+    single.eval(), module.eval()
+    expected = single(token_batch()).logits
+    assert (expected - plain.eval()(token_batch()).logits).abs().max() > 1e-3
+    torch.testing.assert_close(module(token_batch()).logits, expected)
+    torch.testing.assert_close(copy.deepcopy(module)(token_batch()).logits, expected)
+    folder = shared_directory(tmp_path)
+    hf.save_adapters(module, folder)
+    with torch.no_grad():
+        for param in module.parameters():
+            if param.requires_grad:
+                param.zero_()
+    if kind == "projected prefix":
+        with pytest.raises(CheckpointError, match="the prompt that a projection computed"):
+            hf.load_adapters(module, folder)
+        return
+    hf.load_adapters(module, folder)
+    torch.testing.assert_close(module(token_batch()).logits, expected)
+
+
+@on_ranks(2, timeout=200)
+def test_a_prefix_of_heads_in_another_layout_is_refused() -> None:
+    plain = build_model()
+    plan = {key: style for key, style in plain.tp_plan.items() if not key.endswith("k_proj")}
+    module = with_peft(parallelize_module(plain, all_ranks(), plan), "prefix")
+    with pytest.raises(UnsupportedModuleError, match="prefix tuning needs key heads"):
         hf.parallelize_adapters(module)

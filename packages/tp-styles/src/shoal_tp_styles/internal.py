@@ -10,6 +10,7 @@ May import: _torch, apply, lowering, modules, plan, sharding, styles.
 
 from ._torch import StorageReference, autocast_dtype
 from .apply.apply import BlockRows, apply_sharding, block_rows, make_adjacent, shardings_of
+from .lowering.collective_functions import split
 from .lowering.lowered import lowered_of, nbytes
 from .lowering.parameters import HOW_TO_QUANTIZE
 from .lowering.ports import (

@@ -1,4 +1,4 @@
-"""LoRA adapters of peft on a parallel model, sharded as their layers, saved in peft's format."""
+"""Adapters of peft on a parallel model: LoRA, IA3 and prefix tuning, saved in peft's format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from shoal_dtensor import DTensor, full_tensor, implicit_replication
 from shoal_dtensor.errors import UnsupportedModuleError
@@ -22,14 +22,19 @@ from shoal_transfer.internal import own_rank
 
 from ..errors import CheckpointError
 from ..weights.loading import boxes_of, stored_in
+from .sliced_adapters import can_be_scaled, is_scaled, slice_prefix, slice_scales
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
 def parallelize_adapters(model: Model) -> Model:
-    """Shard a peft model's LoRA adapters as the layers that they are added to; return the model.
+    """Shard a peft model's adapters as the layers that they are added to; return the model.
 
-    The layers are parallel already. An adapter adds B(A(x)) to the output of its layer; A and B are
+    The layers are parallel already. IA3 and prefix tuning keep their parameters whole on every
+    rank, and a forward uses the slice of the rank's features or heads. Prompt tuning, P-tuning and
+    trained norms need no change.
+
+    LoRA is sharded. An adapter adds B(A(x)) to the output of its layer; A and B are
     Linears. Their weights are replicated (R) or sharded (S):
 
         layer     A      B
@@ -45,8 +50,9 @@ def parallelize_adapters(model: Model) -> Model:
             Adapters that are already parallel stay unchanged.
 
     Raises:
-        UnsupportedModuleError: if a parallel layer has an adapter of another kind than LoRA for
-            Linear, before any adapter is changed.
+        UnsupportedModuleError: if a parallel layer has an adapter of another kind than LoRA or IA3
+            for Linear, or the sharding of the heads of prefix tuning cannot be seen, before any
+            adapter is changed.
 
     Example:
         >>> from peft import LoraConfig, get_peft_model  # doctest: +SKIP
@@ -55,14 +61,20 @@ def parallelize_adapters(model: Model) -> Model:
     """
     layers = [*_adapted_layers(model)]
     for layer, record, _ in layers:
-        if not _can_be_sharded(layer, record):
+        is_possible = can_be_scaled if is_scaled(layer) else _can_be_sharded
+        if not is_possible(layer, record):
             raise UnsupportedModuleError(
                 f"parallelize_adapters: {type(layer).__module__}.{type(layer).__name__} around a "
-                f"layer with the style {record.style} cannot be sharded; supported is LoRA "
-                "(without DoRA) of Linear layers under ColwiseParallel and RowwiseParallel. "
+                f"layer with the style {record.style} cannot be sharded; supported are LoRA "
+                "(without DoRA) and IA3 of Linear layers under ColwiseParallel and "
+                "RowwiseParallel, the latter where tokens are not sharded. "
                 "Leave the layer out of target_modules, or out of the plan"
             )
+    slice_prefix(model)
     for layer, record, mesh in layers:
+        if is_scaled(layer):
+            slice_scales(layer, record, mesh)
+            continue
         factors = layer.lora_B if record.lowering is ColumnLinear else layer.lora_A
         for factor in factors.values():
             if not isinstance(factor.weight, DTensor):
@@ -169,7 +181,8 @@ def load_adapters(
         adapter_name: name of an adapter of the model.
 
     Raises:
-        CheckpointError: if the file and the model have different tensors.
+        CheckpointError: if the file and the model have different tensors, or the file has the
+            results of a projection that the model computes (prefix tuning, P-tuning).
 
     Example:
         >>> load_adapters(parallelize_adapters(model), "adapter")  # doctest: +SKIP
@@ -190,6 +203,27 @@ def load_adapters(
                 f"{', '.join(sorted(differing))}; make the model with the adapter_config.json beside "
                 "the file"
             )
+        if model.peft_config[adapter_name].is_prompt_learning:
+            _load_prompt(model, {name: stored[name][slice(None),] for name in state}, adapter_name)
+            return
         for name, tensor in state.items():
             for slices, place in boxes_of(tensor, 0):
                 local_of(tensor)[place].copy_(stored[name][slices])
+
+
+def _load_prompt(model: Any, state: dict[str, Tensor], adapter_name: str) -> None:
+    """Fill the prompt of a model from a file; its tensors are computed, not the parameters.
+
+    Every rank has the whole prompt.
+    """
+    from peft import set_peft_model_state_dict
+
+    try:
+        set_peft_model_state_dict(model, state, adapter_name=adapter_name)
+    except RuntimeError as error:
+        raise CheckpointError(
+            "load_adapters: the file has the prompt that a projection computed, and the model has "
+            "the projection, whose parameters peft does not write; load the file with "
+            "PeftModel.from_pretrained, which makes a model without a projection, or save and load "
+            "the model's state_dict()"
+        ) from error

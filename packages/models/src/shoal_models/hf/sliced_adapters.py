@@ -1,0 +1,154 @@
+"""Adapters of peft that every rank keeps whole, and of which a forward uses this rank's slice.
+
+    adapter           the whole value                         the slice
+    IA3               scales of all features                  scales of this rank's features
+    prefix tuning     keys and values of all heads            those of this rank's heads
+
+The gradient of a slice is gathered, so that all ranks have the gradient of the whole value. Files
+and optimizers of such an adapter are those of one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from shoal_dtensor import DTensor
+from shoal_dtensor.errors import UnsupportedModuleError
+from shoal_dtensor.internal import with_methods
+from shoal_mesh import Comm, DeviceMesh
+from shoal_tp_styles import ModuleSharding
+from shoal_tp_styles.internal import ColumnLinear, RowLinear, shardings_of, split
+
+
+class Slices(NamedTuple):
+    """The sizes of the slices of all ranks along an axis.
+
+    Attributes:
+        mesh: the mesh of the style.
+        sizes: the number of features, or of heads, of each rank.
+    """
+
+    mesh: DeviceMesh
+    sizes: tuple[int, ...]
+
+    @property
+    def comm(self) -> Comm:
+        """The communicator of the ranks."""
+        return self.mesh.comm(0)
+
+
+class SlicedScales:
+    """Method of an IA3 layer around a Linear whose scaled features are sharded."""
+
+    _shoal_slices: Slices
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Call the layer with this rank's scales in place of all scales."""
+        slices = self._shoal_slices
+        scales: Any = self.ia3_l  # type: ignore[attr-defined]  # of peft's layer
+        own: dict[str, Tensor] = {}
+        for name, scale in scales.items():
+            own[name] = split(scale.flatten(), slices.comm, 0, slices.sizes)
+        # It hides the parameters, which nn.Module looks up last.
+        vars(self)["ia3_l"] = own
+        try:
+            return super().forward(x, *args, **kwargs)  # type: ignore[misc]  # of peft's layer
+        finally:
+            del vars(self)["ia3_l"]
+
+
+class SlicedPrefix:
+    """Method of a peft model with prefix tuning, whose key and value heads are sharded."""
+
+    _shoal_slices: Slices
+
+    def get_prompt(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a cache with the prefix of this rank's heads."""
+        slices = self._shoal_slices
+        cache = super().get_prompt(*args, **kwargs)  # type: ignore[misc]  # of peft's model
+        for layer in cache.layers:
+            # (batch, heads, tokens, features of a head)
+            layer.keys = split(layer.keys, slices.comm, 1, slices.sizes)
+            layer.values = split(layer.values, slices.comm, 1, slices.sizes)
+        return cache
+
+
+def is_scaled(layer: Any) -> bool:
+    """Return whether a layer of peft is IA3."""
+    return isinstance(getattr(layer, "ia3_l", None), nn.ParameterDict)
+
+
+def can_be_scaled(layer: Any, record: ModuleSharding) -> bool:
+    """Return whether an IA3 layer's scales are right, or can be sliced, for a layer with a style.
+
+    Scales of features that are not sharded count the tokens of all ranks, so the tokens must not be
+    sharded.
+    """
+    if record.lowering not in (ColumnLinear, RowLinear) or record.options is not None:
+        return False
+    if _scales_shards(layer, record):
+        return True
+    port = record.input_port() if layer.is_feedforward else record.output_port()
+    outside = port.layout if layer.is_feedforward else port.desired
+    return outside.is_replicate()
+
+
+def _scales_shards(layer: Any, record: ModuleSharding) -> bool:
+    """Return whether the features that a layer scales are sharded: a row's inputs, a column's outputs."""
+    return (record.lowering is RowLinear) is bool(layer.is_feedforward)
+
+
+def slice_scales(layer: Any, record: ModuleSharding, mesh: DeviceMesh) -> None:
+    """Have an IA3 layer scale this rank's features, if its features are sharded."""
+    if not _scales_shards(layer, record) or isinstance(layer, SlicedScales):
+        return
+    dim = 1 if layer.is_feedforward else 0
+    sizes = layer.get_base_layer().weight.spec.sizes(dim)
+    layer._shoal_slices = Slices(mesh, sizes)
+    kind: Any = type(layer)
+    layer.__class__ = with_methods(SlicedScales, kind)
+
+
+def slice_prefix(model: Any) -> None:
+    """Have a peft model with prefix tuning use the keys and values of this rank's heads.
+
+    Raises:
+        UnsupportedModuleError: if the sharding of the heads cannot be seen in projections `k_proj`.
+    """
+    config: Any = getattr(model, "active_peft_config", None)
+    has_prefix = getattr(config, "peft_type", None) == "PREFIX_TUNING"
+    if not has_prefix or isinstance(model, SlicedPrefix):
+        return
+    if not any(True for module in model.modules() for _ in shardings_of(module)):
+        return
+    found = {*_slices_of_heads(model, config.token_dim // config.num_attention_heads)}
+    heads = sum(sum(slices.sizes) for slices in found)
+    if len(found) != 1 or heads != config.num_attention_heads:
+        raise UnsupportedModuleError(
+            "parallelize_adapters: prefix tuning needs key heads that are sharded by "
+            "ColwiseParallel projections named k_proj, in one layout for all layers and with whole "
+            "heads on each rank. Use prompt tuning, P-tuning or LoRA, or leave the attention out "
+            "of the plan"
+        )
+    [model._shoal_slices] = found
+    kind: Any = type(model)
+    model.__class__ = with_methods(SlicedPrefix, kind)
+
+
+def _slices_of_heads(model: nn.Module, features: int) -> Iterator[Slices]:
+    """Yield the numbers of key heads of all ranks, for each projection named `k_proj`.
+
+    They are empty for a projection that is not sharded by whole heads of `features` rows.
+    """
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] != "k_proj":
+            continue
+        for record, mesh in shardings_of(module):
+            weight = module.weight
+            is_column = record.lowering is ColumnLinear and isinstance(weight, DTensor)
+            sizes = weight.spec.sizes(0) if is_column else ()
+            is_whole = not any(size % features for size in sizes)
+            yield Slices(mesh, tuple([size // features for size in sizes]) if is_whole else ())
