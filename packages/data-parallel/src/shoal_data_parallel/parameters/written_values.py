@@ -27,8 +27,10 @@ class Fingerprint:
     @classmethod
     def of(cls, tensor: Tensor, *, reads_values: bool) -> Fingerprint:
         """Return the fingerprint of a tensor, with a digest if `reads_values` is true."""
-        digest = digest_of(tensor) if reads_values else None
-        return cls(tensor._version, memory_of(local_of(tensor)), digest)
+        local = local_of(tensor)
+        has_values = reads_values and not isinstance(local, FakeTensor)
+        digest = digest_of(tensor) if has_values else None
+        return cls(tensor._version, memory_of(local), digest)
 
     def differs_from(self, tensor: Tensor) -> bool:
         """Return whether the tensor was written to since the fingerprint was taken."""

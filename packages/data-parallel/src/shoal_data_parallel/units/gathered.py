@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal_dtensor import Spec
+from shoal_dtensor.internal import FakeTensor
 
 from ..parameters.sharded_parameters import ShardedParameter
 from ..parameters.written_values import digest_of
@@ -80,6 +81,8 @@ class Gathered:
         """Note that the tensors have values now, and which ones if `reads_values` is true."""
         self.has_values = True
         self.versions_when_filled = [tensor._version for tensor in self.tensors]
+        are_fake = any(isinstance(tensor, FakeTensor) for tensor in self.tensors)
+        reads_values = reads_values and not are_fake
         self.digests_when_filled = [*map(digest_of, self.tensors)] if reads_values else []
 
     @property

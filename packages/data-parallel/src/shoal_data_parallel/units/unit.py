@@ -47,12 +47,14 @@ from shoal_dtensor.errors import StyleError, TiedWeightError
 from shoal_dtensor.internal import (
     ShardsInFlight,
     is_compiling,
+    open_blocks,
     redistribute_shards,
     register_owner,
     replicas_are_compared,
     shares_memory,
 )
 from shoal_mesh import purpose
+from shoal_mesh.internal import observers
 
 from .._torch import preserving_versions
 from ..gradients.communication import CustomGather
@@ -419,7 +421,9 @@ class Unit(Group):
             return False
         is_first = torch.is_grad_enabled() and not self.values_were_read
         self.values_were_read |= is_first
-        return is_first or replicas_are_compared()
+        # empty lists outside of every block, in which alone replicas may be compared
+        has_block = bool(open_blocks or observers)
+        return is_first or (has_block and replicas_are_compared())
 
     def _replace_gathered(self, versions: Versions) -> Gathered:
         """Return the object for newer values of the leaves.
