@@ -51,7 +51,6 @@ from shoal_dtensor.internal import (
     redistribute_shards,
     register_owner,
     replicas_are_compared,
-    shares_memory,
 )
 from shoal_mesh import purpose
 from shoal_mesh.internal import observers
@@ -457,9 +456,9 @@ class Unit(Group):
         )
         self.current.release(keeps_memory=self.settings.keep_unsharded_storage)
         if were_changed:
-            raise self._written_error()
+            raise self.written_error()
 
-    def _written_error(self) -> StyleError:
+    def written_error(self) -> StyleError:
         """Return the error for gathered parameters that were written to."""
         return StyleError(
             f"fully_shard: gathered parameters of {self.name!r} were written to; the written "
@@ -507,14 +506,6 @@ class Unit(Group):
                     "require gradients inside of the forward, which does not record its "
                     "gradient; call requires_grad_() before the forward"
                 )
-
-    def check_memory(self, gathered: Gathered) -> None:
-        """Raise StyleError if a forward has moved a parameter to other memory (`p.data = values`)."""
-        seen = zip(self.exposed or (), gathered.tensors, self.parameters, strict=False)
-        for view, tensor, parameter in seen:
-            if parameter.extension is None and not shares_memory(view, tensor):
-                self.hide()
-                raise self._written_error()
 
     def expose(self, views: Views) -> None:
         """Have the modules see views of the gathered tensors."""

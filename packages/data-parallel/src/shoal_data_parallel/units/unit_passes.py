@@ -29,6 +29,7 @@ from shoal_dtensor.internal import (
     local_shard,
     open_blocks,
     pytree,
+    shares_memory,
     types_are_checked,
     unwatched,
 )
@@ -43,7 +44,7 @@ from .._torch import (
 from ..gradients.equal_rows import warn_of_equal_rows
 from ..parameters.gathered_types import declare_whole
 from ..parameters.leaf_hooks import GradientSwitch, install_switch
-from .gathered import Views
+from .gathered import Gathered, Views
 from .unit import Forward, Unit, unit_of
 from .unit_backward import running_backward
 
@@ -197,10 +198,19 @@ def _leave(unit: Unit) -> None:
         return
     unit.check_frozen()
     if forward is not None:
-        unit.check_memory(forward.gathered)
+        _check_memory(unit, forward.gathered)
     unit.hide()
     if unit.frees_after_forward or _frees_in_evaluation(unit):
         unit.end_forward()
+
+
+def _check_memory(unit: Unit, gathered: Gathered) -> None:
+    """Raise StyleError if a forward has moved a parameter to other memory (`p.data = values`)."""
+    seen = zip(unit.exposed or (), gathered.tensors, unit.parameters, strict=False)
+    for view, tensor, parameter in seen:
+        if parameter.extension is None and not shares_memory(view, tensor):
+            unit.hide()
+            raise unit.written_error()
 
 
 def _frees_in_evaluation(unit: Unit) -> bool:
