@@ -57,6 +57,7 @@ from .parameters.policies import (
     OffloadPolicy,
 )
 from .parameters.sharded_parameters import Site, make_whole, shard_parameter
+from .units.gathered import ValueComparison
 from .units.unit import Unit
 from .units.unit_settings import UnitSettings
 
@@ -300,6 +301,7 @@ class Replicas(Reducer):
         self._attached: list[tuple[Any, ...]] = []
         self._depth = 0  # of forwards that are running
         self.writes = ForwardWrites()
+        self._comparison = ValueComparison()
         self._held: list[Used] = []
         # whether each forward begins with the buffers of the first rank
         self.broadcast_buffers = False
@@ -320,6 +322,7 @@ class Replicas(Reducer):
             "_attached": [],
             "_depth": 0,
             "writes": ForwardWrites(),
+            "_comparison": ValueComparison(),
             "_held": [],
         }
 
@@ -478,7 +481,7 @@ class Replicas(Reducer):
             state.gather()
             state.attach()
         self._show_replicas(True)
-        self.writes.begin(self._used_by_modules())
+        self.writes.begin(self._used_by_modules(), reads_values=self._comparison.is_due())
         if self.broadcast_buffers and self.syncs:
             self._send_buffers()
 

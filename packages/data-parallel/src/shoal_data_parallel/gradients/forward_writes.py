@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from shoal_dtensor.errors import StyleError
-from shoal_dtensor.internal import replicas_are_compared
 
 from ..parameters.written_values import Fingerprint, digest_of
 
@@ -44,21 +43,15 @@ class ForwardWrites:
     def __init__(self) -> None:
         # The tensors that modules use in the running forward, as they were at its beginning.
         self._before: list[tuple[Used, Fingerprint]] = []
-        # whether a forward that is trained has been compared value by value
-        self._was_read = False
         # by `id`: the tensors that were written to, and the parameters that optimizers update
         self._written: dict[int, Tensor] = {}
         self._digest: Tensor | None = None
 
-    def begin(self, parameters: Iterable[Used]) -> None:
+    def begin(self, parameters: Iterable[Used], *, reads_values: bool) -> None:
         """Take fingerprints of parameters at the beginning of a forward.
 
-        The first forward with gradients, and every one in `lockstep()` and `checked_replicas()`,
-        reads the values too: a write through `p.data` has no version.
+        With `reads_values` the fingerprints have digests of the values, too.
         """
-        is_first = torch.is_grad_enabled() and not self._was_read
-        self._was_read |= is_first
-        reads_values = is_first or replicas_are_compared()
         self._before = [
             (used, Fingerprint.of(used.tensor, reads_values=reads_values))
             for used in parameters

@@ -46,6 +46,9 @@ class Group(Reducer):
         # for messages and profiles
         self.name = name
         self.axes = axes
+        # computed once, because every backward reads them
+        self.has_replicas = axes.has_replicas
+        self.ranks_of_leaves = axes.ranks_of_leaves
         # by parameter the local gradient of earlier passes, and its layout
         self.kept: Kept = {}
         # the same, reduced over the shards but not over the replicas

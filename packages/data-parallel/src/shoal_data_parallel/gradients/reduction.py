@@ -101,7 +101,7 @@ class GroupReduction:
         self.group = group
         self.returned = returned
         # whether the group keeps the sums over the shards, in `Group.scattered`
-        self.stops_at_replicas = group.axes.has_replicas and not group.all_reduces and not returned
+        self.stops_at_replicas = group.has_replicas and not group.all_reduces and not returned
         # gradients that this reduction took from the group, to be returned if the pass fails
         self._kept: Kept = {}
         self._scattered: Scattered = {}
@@ -175,7 +175,7 @@ class GroupReduction:
             self._in_flight = redistribute_shards(drained(collected.tensors), moves)
         else:
             self._in_flight = self._send_by(custom, collected.tensors, moves)
-        if group.axes.has_replicas and not self.stops_at_replicas:
+        if group.has_replicas and not self.stops_at_replicas:
             last_moves = [*zip(scattered, targets, strict=True)]
             self._in_flight = _TwoStages(
                 self._in_flight,
@@ -366,7 +366,7 @@ def _collect(group: Group, grads: Grads, kept: Kept) -> _Collected:
     partial = [group.parameters[i].partial for i in group.trained]
     tensors = in_wanted_layouts(tensors, layouts, partial)
     columns = len(present) + group.extra_flags
-    flags = tensors[0].new_ones((group.axes.ranks_of_leaves, columns))
+    flags = tensors[0].new_ones((group.ranks_of_leaves, columns))
     # filled on the device, so that the host does not wait for a copy to it
     for at, is_present in enumerate(present):
         if not is_present:

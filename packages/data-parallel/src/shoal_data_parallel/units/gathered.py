@@ -14,12 +14,39 @@ import torch
 from torch import Tensor
 
 from shoal_dtensor import Spec
-from shoal_dtensor.internal import FakeTensor
+from shoal_dtensor.internal import (
+    FakeTensor,
+    is_compiling,
+    open_blocks,
+    replicas_are_compared,
+)
+from shoal_mesh.internal import observers
 
 from ..parameters.sharded_parameters import ShardedParameter
 from ..parameters.written_values import digest_of
 
 Versions = list[tuple[object, ...]]
+
+
+class ValueComparison:
+    """The choice of the forwards whose parameters are compared value by value.
+
+    These are the first forward with gradients, and every one in `lockstep()` and
+    `checked_replicas()`. The others compare versions, which a write through `p.data` does not have.
+    """
+
+    def __init__(self) -> None:
+        self._was_made = False
+
+    def is_due(self) -> bool:
+        """Return whether values are read now, and again at the end of the forward."""
+        if is_compiling():
+            return False
+        is_first = torch.is_grad_enabled() and not self._was_made
+        self._was_made |= is_first
+        # empty lists outside of every block, in which alone replicas may be compared
+        has_block = bool(open_blocks or observers)
+        return is_first or (has_block and replicas_are_compared())
 
 
 @dataclass(slots=True, eq=False)

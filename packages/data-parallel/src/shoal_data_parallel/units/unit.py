@@ -46,14 +46,10 @@ from shoal_dtensor import Spec
 from shoal_dtensor.errors import StyleError, TiedWeightError
 from shoal_dtensor.internal import (
     ShardsInFlight,
-    is_compiling,
-    open_blocks,
     redistribute_shards,
     register_owner,
-    replicas_are_compared,
 )
 from shoal_mesh import purpose
-from shoal_mesh.internal import observers
 
 from .._torch import preserving_versions
 from ..gradients.communication import CustomGather
@@ -71,7 +67,7 @@ from ..parameters.sharded_parameters import (
 )
 from ..parameters.shards_to_send import parts_to_send, start_to_gather
 from .forward_scope import ForwardScope
-from .gathered import Gathered, Versions, Views
+from .gathered import Gathered, ValueComparison, Versions, Views
 from .schedule import Schedule
 from .shared_shards import SharedShards
 from .unit_settings import UnitSettings
@@ -151,8 +147,8 @@ class Unit(Group):
         self.parameters = []
         # whether the parameters were on the meta device when they were sharded
         self.was_on_meta = False
-        # whether a gather with gradients has compared values from its begin to its end
-        self.values_were_read = False
+        # which gathers compare values from their beginning to their end
+        self.comparison = ValueComparison()
         # indices of the parameters that required gradients in the last forward
         self.trained: list[int] = []
         # `reshard_after_forward` as a bool: its default differs between outermost and inner units
@@ -408,21 +404,7 @@ class Unit(Group):
             in_flight.values.wait(lambda: current.allocate(in_flight.layouts))
             current.complete(self.parameters)
         current.shards = []
-        current.note_values(reads_values=self._reads_values())
-
-    def _reads_values(self) -> bool:
-        """Return whether values are read now, and again when they are freed.
-
-        They are read in the first gather with gradients, and in every gather in `lockstep()` and
-        `checked_replicas()`: a write through `p.data` in a forward has no version.
-        """
-        if is_compiling():
-            return False
-        is_first = torch.is_grad_enabled() and not self.values_were_read
-        self.values_were_read |= is_first
-        # empty lists outside of every block, in which alone replicas may be compared
-        has_block = bool(open_blocks or observers)
-        return is_first or (has_block and replicas_are_compared())
+        current.note_values(reads_values=self.comparison.is_due())
 
     def _replace_gathered(self, versions: Versions) -> Gathered:
         """Return the object for newer values of the leaves.
