@@ -29,6 +29,7 @@ from ._torch.tensors import (
     saving_state,
     selectively_checkpointed,
     shares_memory,
+    types_are_checked,
     unwatched,
     unwatched_functions,
 )
@@ -87,7 +88,7 @@ from .redistribute.scatter import Scatter, scattering
 from .redistribute.shards_in_flight import ShardsInFlight, drained, redistribute_shards
 from .redistribute.steps import Plan, Step, format_bytes
 from .scopes import context_scope, open_blocks, replicas_are_compared
-from .spmd.first_check import on_first_check, types_are_checked, types_unchecked
+from .spmd.first_check import on_first_check, types_unchecked
 from .tensor.autograd import FromLocal
 from .tensor.dtensor import local_shard
 from .tensor.gradients import (

@@ -169,6 +169,11 @@ def is_transformed(tensor: torch.Tensor) -> bool:
 INTERCEPTED: list[object] = []
 
 
+def types_are_checked() -> bool:
+    """Tell whether a thread is in a block that checks the types of plain tensors."""
+    return bool(INTERCEPTED)
+
+
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """Run an autograd function; outside of functorch, save the 3 us that `Function.apply` takes."""
     if INTERCEPTED or torch._C._are_functorch_transforms_active():

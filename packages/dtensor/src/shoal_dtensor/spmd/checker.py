@@ -37,7 +37,6 @@ from .declared import (
     LOCAL_FUNCTIONS,
     declaration_of,
     declare_local,
-    tensors_in,
 )
 from .first_check import load_declarations
 from .function_hints import LEADING, FunctionHints, with_wildcard
@@ -46,7 +45,14 @@ from .mesh_axes import MESH, MeshAxis
 from .messages import user_line
 from .module_boundaries import module_boundaries
 from .operator_call import LocalOperatorCall, Operand, local_meta
-from .tensor_types import TensorType, is_constant, mark_constant, set_type, type_of
+from .tensor_types import (
+    TensorType,
+    is_constant,
+    mark_constant,
+    set_type,
+    tensors_in,
+    type_of,
+)
 
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor", "shoal_mesh"})
 

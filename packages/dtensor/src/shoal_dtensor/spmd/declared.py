@@ -14,7 +14,6 @@ import torch
 
 from shoal_mesh.internal import adjoint_types, linear_collective
 
-from .._torch.tensors import pytree
 from ..errors import SpmdTypeError
 from ..layout.placements import Partial, Placement
 from ..layout.spec import Spec
@@ -23,7 +22,7 @@ from .assertions import check_source, moved_type
 from .axis_types import AnyAxisType, I, P, R, Shard, V, local_type, type_of_placement
 from .mesh_axes import MeshAxis, axis_over, normalize_axis
 from .messages import user_line
-from .tensor_types import DimOrder, TensorType, set_type, type_of
+from .tensor_types import DimOrder, TensorType, set_type, tensors_in, type_of
 
 Declaration = Callable[[Any, tuple[Any, ...]], None]
 """Function that assigns types to the outputs of a function: (outputs, arguments of `apply`)."""
@@ -54,11 +53,6 @@ def declaration_of(function: type) -> Declaration | None:
             return found
     found_by_method = [finder(function) for finder in FINDERS]
     return next(filter(None, found_by_method), None)
-
-
-def tensors_in(values: Any) -> list[torch.Tensor]:
-    """Return the tensors in nested arguments or results, in order."""
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def declare_local(outputs: Any, args: tuple[Any, ...]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from .._torch.tensors import INTERCEPTED
+from .._torch.tensors import types_are_checked
 
 # Declared mutable state: the functions that wait for the first check.
 _LOADERS: list[Callable[[], None]] = []
@@ -25,11 +25,6 @@ def load_declarations() -> None:
     """Call the functions that wait for the first check, each once."""
     while _LOADERS:
         _LOADERS.pop()()
-
-
-def types_are_checked() -> bool:
-    """Tell whether a thread is in a block that checks types."""
-    return bool(INTERCEPTED)
 
 
 @contextmanager

@@ -46,7 +46,6 @@ from .declared import (
     Declaration,
     declare_local,
     declare_types,
-    tensors_in,
 )
 from .infer import infer_types
 from .mesh_axes import (
@@ -64,4 +63,12 @@ from .mesh_axes import (
 from .messages import hide_frames_of, user_line
 from .module_boundaries import BOUNDARY_FINDERS
 from .operator_call import LocalOperatorCall, Operand, local_meta
-from .tensor_types import TensorType, axes_of_entry, is_constant, read_type, set_type, type_of
+from .tensor_types import (
+    TensorType,
+    axes_of_entry,
+    is_constant,
+    read_type,
+    set_type,
+    tensors_in,
+    type_of,
+)

@@ -16,10 +16,10 @@ from ..errors import ShoalTensorError, SpmdTypeError
 from ..layout.tensor_meta import mapped
 from ..rules.language.op_call import schema_of
 from .axis_types import AnyAxisType, I, Parts, R, Run, V, joined_type
-from .declared import tensors_in
 from .mesh_axes import MeshAxis
 from .messages import describe_call
 from .operator_call import LocalOperatorCall, Operand
+from .tensor_types import tensors_in
 
 _CAT = torch.ops.aten.cat.default
 # operators on each element that torch does not tag as such

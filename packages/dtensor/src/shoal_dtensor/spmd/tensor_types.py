@@ -9,7 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from .._torch.tensors import TensorNote
+import torch
+
+from .._torch.tensors import TensorNote, pytree
 from ..errors import SpmdTypeError
 from .axis_types import AnyAxisType, AxisType, Shard, V, local_type
 from .mesh_axes import MESH, AxisLike, MeshAxis, normalize_axis
@@ -108,6 +110,11 @@ def mark_constant(tensor: Any, constant: bool) -> None:
         setattr(tensor, _ATTRIBUTE, _CONSTANT)
     elif is_constant(tensor):
         delattr(tensor, _ATTRIBUTE)
+
+
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested arguments or results, in order."""
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def type_of(tensor: Any) -> TensorType | None:
