@@ -41,7 +41,7 @@ def found_layers() -> tuple[Layer, ...]:
     """The packages, bottom to top, with the layers below as each declares them."""
     layers = []
     for path in sorted((ROOT / "packages").glob("*/pyproject.toml")):
-        # packages/shoal has no modules: it depends on all layers
+        # packages/shoal does not have modules: it depends on all layers
         if not (path.parent / "src").is_dir():
             continue
         needed = (

@@ -97,7 +97,7 @@ def moved(results: Sequence[Result]) -> str:
 
 
 def _refused_writes(results: Sequence[Result]) -> str:
-    """Return the sentence about in-place writes, which are no cases."""
+    """Return the sentence about in-place writes, which do not count as cases."""
     count = total(results)["i"]
     if not count:
         return "No in-place write was refused."

@@ -155,7 +155,7 @@ def test_styles_of_a_model_that_has_trained_come_and_go() -> None:
         copy.deepcopy,
     ):
         model = change(model)
-        # copies have no gradients
+        # copies do not have gradients
         plain = copy.deepcopy(plain) if change is copy.deepcopy else plain
         same_gradients(plain, model)
         backward_of_each(plain, model, mesh)

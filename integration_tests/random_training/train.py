@@ -152,7 +152,7 @@ class Training:
         self.stage = "resume"
         self.program = replace(self.program, mesh=self.program.resume_mesh)
         if self.mesh is None:
-            # a new process has no gradients yet
+            # a new process does not have gradients yet
             self.model.zero_grad()
             return optimizer
         folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]

@@ -43,7 +43,7 @@ class _TypedTraining(Training):
         for rows in (x, y):
             assert_type(rows, types)
         logits, targets = super()._call(x, y, use, number)
-        # A DTensor has no types along axes outside of its mesh, and its local tensor has none there.
+        # A DTensor does not have types along axes outside of its mesh, nor does its local tensor.
         return assert_type(logits, types), targets
 
     def _assert_parameter(self, parameter: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Calls of users on parameters inside of a forward, hooks, and draws of a batch: against one device, on gloo ranks.
 
-Covers: leaf_hooks.py, unit.py, unit_passes.py.
+Covers: leaf_hooks.py, unit.py, unit_passes.py, equal_rows.py, written_values.py.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def test_gathered_parameters_that_change_are_still_an_error(is_root: bool, write
 
 @on_ranks(2)
 def test_later_forwards_are_read_in_blocks_that_compare_replicas() -> None:
-    """Values that have no version are read in the first forward; later ones would take too long."""
+    """Values without a version are read in the first forward; later ones would take too long."""
     writes: list[str] = []
     layer = Writes(lambda weight: weight.data.mul_(2) if writes else weight)
     model: Any = fully_shard(layer, mesh_of(2, 1)["data"])

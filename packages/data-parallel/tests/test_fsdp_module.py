@@ -1,6 +1,6 @@
 """Methods of sharded modules: each test fails if the body of its method is `pass`; on real gloo ranks.
 
-Covers: {fsdp_module,communication,gathered,gradient_group}.py.
+Covers: {fsdp_module,communication,gathered,gradient_group,unit_settings}.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`fully_shard(shard_optimizer=True)`: replicas divide the optimizer's work and its state.
 
-Covers: units/shared_shards.py, and `DataAxes.shards_over_replicas`.
+Covers: units/shared_shards.py, parameters/data_axes.py.
 """
 
 # mypy: allow-untyped-calls
@@ -82,7 +82,7 @@ def test_training_is_that_of_one_process(shape: tuple[int, int], reshards: bool 
 
 @on_ranks(3)
 def test_uneven_replicas() -> None:
-    """13 rows on 3 replicas: 5, 5 and 3; 2 rows: one replica has none."""
+    """13 rows on 3 replicas: 5, 5 and 3; 2 rows: 1, 1 and 0."""
     plain, model = twins(lambda: Model(dim=2))
     shard_units(model, grid(3, 1))
     tokens, targets = batch(0, rows=6)

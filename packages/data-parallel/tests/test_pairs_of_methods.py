@@ -98,7 +98,7 @@ METHODS: dict[str, Method] = {
     "unshard in backward": Method(each(lambda unit, last: unit.set_unshard_in_backward(last))),
     "keep storage": Method(lambda m, last: m.set_keep_unsharded_storage(not last)),
 }
-# with replicas alone there are no shards to gather or scatter
+# replicas alone do not have shards to gather or scatter
 OF_SHARDS = ("custom reductions", "custom gathers")
 
 

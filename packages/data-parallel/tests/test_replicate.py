@@ -526,7 +526,7 @@ def test_one_reduction_for_each_bucket_beside_backward(shard_optimizer: bool) ->
         size <= SMALL or len(b.parameters) == 1
         for size, b in zip(sizes, buckets(model), strict=True)
     )
-    # The scalar has no shards: with those of the others, its bucket takes a second collective.
+    # The scalar does not have shards: with those of the others, its bucket takes a second collective.
     assert counted.get_total_counts() == len(sizes) + shard_optimizer > 10
     # before the first layer's backward all but its own and the number's
     assert began[0] >= len(sizes) - 3
@@ -607,7 +607,7 @@ def test_parameters_that_get_other_data_are_gathered_again_where_shards_are_empt
     shard: Callable[..., Any],
 ) -> None:
     mesh = mesh_of(4, 1)["data"]
-    # two rows: two ranks have none, and all empty tensors have one address
+    # two rows: two ranks are without rows, and all empty tensors have one address
     start = nn.Linear(4, 2)
     model = shard(copy.deepcopy(start), mesh)
     rows = torch.ones(1, 4)
@@ -711,7 +711,7 @@ def test_a_forward_may_write_what_all_ranks_have(shard_optimizer: bool) -> None:
 @SHARDED
 @on_ranks(2)
 def test_later_forwards_are_read_in_blocks_that_compare_replicas(shard_optimizer: bool) -> None:
-    """Values that have no version are read in the first forward; later ones would take too long."""
+    """Values without a version are read in the first forward; later ones would take too long."""
     mesh = mesh_of(2, 1)
     writes: list[Tensor] = []
 

@@ -11,7 +11,7 @@ from shoal_lab.__main__ import main
 from shoal_mesh.testing import lab
 
 SCRIPT = str(Path(__file__).parent / "support" / "megatron_script.py")
-# One device has no tensor-parallel ranks: the size follows the mesh.
+# One device is without tensor-parallel ranks: the size follows the mesh.
 TENSOR_SIZE = ("--tensor-model-parallel-size", "{tp}")
 
 

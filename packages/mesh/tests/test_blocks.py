@@ -61,7 +61,7 @@ def test_several_blocks_for_a_rank_and_none() -> None:
     comm = init_device_mesh("cpu", (4,)).comm(0)
     nobody: list[list[Tensor]] = [[] for _ in range(4)]
     # Rank 0 sends the even and then the odd elements of 0..7 to rank 2, in reverse; ranks 1 and 3
-    # have no block at all.
+    # do not have a block at all.
     blocks, out = list(nobody), list(nobody)
     x, y = torch.arange(8.0), torch.zeros(2, 4)
     if comm.rank == 0:

@@ -1,6 +1,6 @@
-"""Covers: lab/isolation/process_ranks.py, lab/isolation/threads.py, lab/programs.py.
+"""Programs of torch, unchanged, on ranks of a lab.
 
-Programs of torch, unchanged, on ranks of a lab.
+Covers: lab/isolation/process_ranks.py, lab/isolation/threads.py, lab/programs.py.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def test_rows_that_two_ranks_share() -> None:
     mask = torch.ones(3, dtype=torch.bool)
     check_distinct(torch.full((3,), rank), along)
     check_distinct({"rows": torch.full((3,), rank), "mask": mask}, along)
-    # several ranks may have no rows at the end of an epoch
+    # several ranks may be without rows at the end of an epoch
     check_distinct(torch.zeros(max(rank - 1, 0), 2), along)
     check_distinct({}, along)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Covers: hf/distributed_config.py: a DistributedConfig of transformers in place of a mesh."""
+"""Covers: hf/distributed_config.py, hf/data_axes.py: a DistributedConfig of transformers in place of a mesh."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ class Reader(nn.Module):
 
 
 def test_a_loss_on_dtensors_is_not_checked_inside(mesh: DeviceMesh) -> None:
-    # shards of 4, 4, 4 and 1 classes, which have no type as plain tensors
+    # shards of 4, 4, 4 and 1 classes, which do not have a type as plain tensors
     logits = distribute_tensor(torch.randn(6, 13), mesh, [Shard(1)], src_data_rank=None)
     targets = torch.randint(0, 13, (6,))
     with spmd.set_current_mesh(mesh), spmd.typecheck(local=False), loss_parallel():

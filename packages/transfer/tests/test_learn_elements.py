@@ -94,7 +94,7 @@ def test_any_map_of_elements_is_expressed_exactly(data: st.DataObject) -> None:
         (torch.tensor([[0, 1, -1], [0, 1, -1], [0, 1, -1]]), 2),
         # a flat view of two rows of a
         (torch.arange(12), 2),
-        # elements in reverse order have no assignment of their own
+        # elements in reverse order do not have an assignment of their own
         (torch.tensor([3, 2, 1]), 3),
         # the diagonal of a
         (torch.arange(4) * 7, 4),
