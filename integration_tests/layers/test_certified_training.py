@@ -12,7 +12,7 @@ from math import prod
 import pytest
 from integration_tests.random_training import compose
 from integration_tests.random_training.compose import Program
-from integration_tests.random_training.train import _Training
+from integration_tests.random_training.train import Training
 
 from shoal_lab import certify
 from shoal_mesh import init_device_mesh
@@ -43,7 +43,7 @@ def train(mesh: dict[str, int], seed: int) -> None:
     device_mesh = None
     if prod(mesh.values()) > 1:
         device_mesh = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
-    _Training(program_of(seed), device_mesh).run()
+    Training(program_of(seed), device_mesh).run()
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,9 @@ def test_fused_parameters_are_divided_run_by_run(tmp_path: Path) -> None:
     single: Any = Attention().double()
     single.load_state_dict(before)
     resumed = torch.optim.AdamW(single.parameters(), lr=0.1)
-    target = dict(zip(("model", "optimizer"), api.get_state_dict(single, resumed), strict=True))
+    target: Any = dict(
+        zip(("model", "optimizer"), api.get_state_dict(single, resumed), strict=True)
+    )
     dcp.load(target, checkpoint_id=paths[0], no_dist=True)
     api.set_state_dict(
         single, resumed, model_state_dict=target["model"], optim_state_dict=target["optimizer"]
