@@ -1,4 +1,7 @@
-"""accelerate and transformers' Trainer with a parallel model, against one process.  Covers: hf/{training,data_rows}.py."""
+"""accelerate and transformers' Trainer with a parallel model, against one process.
+
+Covers: hf/{training,data_rows}.py.
+"""
 
 from __future__ import annotations
 
