@@ -12,6 +12,7 @@ from shoal_mesh.internal import facade
 
 from . import checker, rulecheck, rules, types
 from .__about__ import __version__
+from ._once import computed_once
 from .checker import typecheck
 from .collectives import all_gather, all_reduce, all_to_all, redistribute, reduce_scatter, unshard
 from .conversions import convert, invariant_to_replicate, reinterpret, shard
@@ -119,6 +120,7 @@ __all__ = [
     "assert_type",
     "assert_type_like",
     "checker",
+    "computed_once",
     "convert",
     "current_mesh",
     "current_mesh_all_names",

@@ -39,11 +39,13 @@ class ProgramLine:
         text: the text of the statement.
         comment: shape, dtype and types of its results.
         path: the path of the module whose forward has the statement.
+        is_constant: whether the program computes it once.
     """
 
     text: str
     comment: str
     path: str
+    is_constant: bool = False
 
 
 class _LineCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
@@ -109,10 +111,12 @@ class CheckedProgram:
     Attributes:
         lines: the lines.
         names: the names of values.
+        constants: the names of the values that constant lines compute and other lines read.
     """
 
     def __init__(self, trace: Trace, statements: Sequence[Statement], mesh: DeviceMesh) -> None:
         self.lines: list[ProgramLine] = []
+        self.constants: list[str] = []
         self.names = NameTable(trace, statements)
         self._mesh = mesh
         self._scope: dict[str, Any] = {}
@@ -121,9 +125,13 @@ class CheckedProgram:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=False))
             stack.enter_context(spmd.typecheck(local=False))
             self._make_scope(trace)
+            read = _ids_that_others_read(statements)
             for number, statement in enumerate(statements):
                 self.names.reach(number)
                 self._add(statement)
+                if statement.is_constant:
+                    kept = [value for value in statement.outputs if id(value) in read]
+                    self.constants += map(self.names.of, kept)
 
     def _make_scope(self, trace: Trace) -> None:
         """Set the variables that the lines can read: functions, types, weights and inputs."""
@@ -195,9 +203,19 @@ class CheckedProgram:
         left = ", ".join(targets)
         comma = "," if len(targets) == 1 and not is_single else ""
         line = f"{left}{comma} = {text}"
-        self.lines.append(ProgramLine(line, "; ".join(comments), statement.path))
+        self._append(line, "; ".join(comments), statement)
         for name, types in asserted:
-            self.lines.append(ProgramLine(f"assert_type({name}, {types})", "", statement.path))
+            self._append(f"assert_type({name}, {types})", "", statement)
+
+    def _append(self, text: str, comment: str, statement: Statement) -> None:
+        line = ProgramLine(text, comment, statement.path, is_constant=statement.is_constant)
+        self.lines.append(line)
+
+
+def _ids_that_others_read(statements: Sequence[Statement]) -> set[int]:
+    """Return the ids of the operands of statements that are not constant."""
+    others = [statement for statement in statements if not statement.is_constant]
+    return {id(value) for statement in others for value in statement.operands}
 
 
 # abbreviations of dtypes in comments

@@ -1,6 +1,6 @@
 """`emit`: the forward of a module as a Python file of local operators and typed collectives.
 
-May import: checked_program, recorder, sides, source, statements.
+May import: checked_program, constants, recorder, sides, source, statements.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from shoal_dtensor.internal import spmd
 from shoal_mesh import DeviceMesh, abstract_mesh
 
 from .checked_program import CheckedProgram
+from .constants import constant_operations, merge_equal_constants
 from .recorder import EmissionError, Layouts, record
 from .sides import ProgramSides
 from .source import source_of
@@ -78,7 +79,8 @@ def emit(
     The forward runs on DTensors without memory, on an abstract mesh, as the first and as the last
     rank. Every operator that a rank calls on its shards becomes a line, and so does every
     collective. Each line has run under the checker in global mode. The program computes the values
-    that DTensors compute, bit by bit.
+    that DTensors compute, bit by bit. Lines that depend on sizes and numbers alone, such as those
+    of a causal mask, are in a function `constants` that runs once; see `computed_once`.
 
     Args:
         module: the module; the values of its parameters and buffers are not read and not changed.
@@ -148,8 +150,12 @@ def _emit_on_rank(
     specs = _specs(module, plan, mesh, inputs, input_types=input_types)
     trace = record(module, inputs, specs, _layouts_of_outputs(module, plan, mesh))
     entries = trace.without_dead_entries()
+    constants = constant_operations(entries, trace.results)
+    entries = merge_equal_constants(entries, constants)
     sides = ProgramSides(entries, trace.results, mesh.ndim)
-    statements = Statements(entries, sides, mesh.axis_names).found
+    statements = Statements(entries, sides, mesh.axis_names, constants=constants).found
+    # The sort is stable: the others stay in order after the constants.
+    statements.sort(key=lambda statement: not statement.is_constant)
     program = CheckedProgram(trace, statements, mesh)
     source = source_of(module, mesh, trace, program, inputs=inputs)
     return EmittedProgram(source, specs)

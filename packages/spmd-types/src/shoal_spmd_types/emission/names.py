@@ -39,11 +39,11 @@ _NOUNS = {
     "bitwise_and": "both",
     "native_layer_norm": "norm",
 }
-# Names with a fixed meaning in the emitted file: imports, `forward`, and its argument `weights`.
+# Names with a fixed meaning in the emitted file: imports, functions, and the argument `weights`.
 # `t` is the name of torch's transpose.
 _RESERVED = frozenset(
     {"weights", "torch", "F", "I", "P", "R", "S", "assert_type", "pending", "forward", "t"}
-    | {"all_gather", "all_reduce", "all_to_all", "convert", "reduce_scatter"}
+    | {"all_gather", "all_reduce", "all_to_all", "convert", "reduce_scatter", "constants"}
 )
 
 

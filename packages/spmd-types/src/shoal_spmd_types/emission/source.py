@@ -26,6 +26,7 @@ _IMPORTED = (
     "all_reduce",
     "all_to_all",
     "assert_type",
+    "computed_once",
     "convert",
     "normalize_axis",
     "pending",
@@ -57,9 +58,11 @@ def source_of(
         *_table("INPUTS", trace.inputs, mesh),
         "",
         "",
+        *_constants(module, program),
         _signature(trace, inputs),
         *_checks(mesh, inputs),
-        *_body(module, program),
+        *_call_of_constants(program),
+        *_body(module, program, constants=False),
         f"    return {_result_text(trace.results, program)}",
     ]
     text = "\n".join(lines)
@@ -150,12 +153,39 @@ def _checks(mesh: DeviceMesh, inputs: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _body(module: nn.Module, program: CheckedProgram) -> list[str]:
-    """Return the lines, under headings with the paths of modules that contain other modules."""
+def _constants(module: nn.Module, program: CheckedProgram) -> list[str]:
+    """Return the function that computes the constants; nothing if there are none."""
+    if not program.constants:
+        return []
+    annotation = "Tensor" if len(program.constants) == 1 else "tuple[Tensor, ...]"
+    return [
+        "@computed_once",
+        f"def constants() -> {annotation}:",
+        '    """Compute what depends on sizes and numbers alone."""',
+        *_body(module, program, constants=True),
+        f"    return {', '.join(program.constants)}",
+        "",
+        "",
+    ]
+
+
+def _call_of_constants(program: CheckedProgram) -> list[str]:
+    if not program.constants:
+        return []
+    return ["", f"    {', '.join(program.constants)} = constants()"]
+
+
+def _body(module: nn.Module, program: CheckedProgram, *, constants: bool) -> list[str]:
+    """Return the constant lines or the others.
+
+    They are under headings with the paths of modules that contain other modules.
+    """
     parents = {path for path, submodule in module.named_modules() if [*submodule.children()]}
     lines: list[str] = []
     heading = ""
     for line in program.lines:
+        if line.is_constant is not constants:
+            continue
         # The lines of a module without inner modules are under the heading of its parent.
         path = line.path if line.path in parents else line.path.rpartition(".")[0]
         if path != heading:

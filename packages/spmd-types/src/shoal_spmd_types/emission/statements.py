@@ -5,7 +5,7 @@ May import: expressions, linear_layers, sides, trace.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 
 from shoal_dtensor.internal import Step
@@ -28,6 +28,7 @@ class Statement:
         path: the path of the module whose forward has the statement.
         parts: statements that compute the same one after the other, for the case that no text calls
             the recorded operations.
+        is_constant: whether the program computes it once.
     """
 
     operands: list[TracedValue]
@@ -36,6 +37,7 @@ class Statement:
     operations: tuple[TracedOperation, ...]
     path: str
     parts: list[Statement] = field(default_factory=list)
+    is_constant: bool = False
 
 
 class Statements:
@@ -46,9 +48,15 @@ class Statements:
     """
 
     def __init__(
-        self, entries: Sequence[Entry], sides: ProgramSides, names_of_axes: Sequence[str]
+        self,
+        entries: Sequence[Entry],
+        sides: ProgramSides,
+        names_of_axes: Sequence[str],
+        constants: Container[int],
     ) -> None:
         self._sides = sides
+        # the ids of the operations that the program computes once
+        self._constants = constants
         self._axes = names_of_axes
         # (id of a value of type I, axes) -> the value after its conversion to R along these axes
         self._converted: dict[tuple[int, tuple[int, ...]], TracedValue] = {}
@@ -74,7 +82,14 @@ class Statements:
             return [f"({text}).detach()" for text in found]
 
         operands = [converted.get(value, value) for value in operation.operands]
-        return Statement(operands, operation.outputs, texts, (operation,), path=operation.path)
+        return Statement(
+            operands,
+            operation.outputs,
+            texts,
+            (operation,),
+            path=operation.path,
+            is_constant=id(operation) in self._constants,
+        )
 
     def _conversions(self, operation: TracedOperation) -> dict[TracedValue, TracedValue]:
         """Add the conversions to R that an operation needs; return value -> converted value."""
@@ -155,6 +170,7 @@ class Statements:
             layer.operations,
             path=last.path,
             parts=[*parts.values()],
+            is_constant=id(last) in self._constants,
         )
 
 
