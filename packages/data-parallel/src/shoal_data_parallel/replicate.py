@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from shoal_dtensor import DTensor
 from shoal_dtensor.errors import LayoutError, StyleError
 from shoal_dtensor.internal import (
+    check_materialized,
     check_plain_tensors,
     check_types,
     complete_forms,
@@ -45,7 +46,7 @@ from .gradients.gradient_buckets import Bucket, GradientBuckets
 from .gradients.gradient_group import ReducingModule
 from .gradients.reducer import Reducer
 from .gradients.replica import Replica, gathered_in_turns, replica_of
-from .parameters.agreement import check_materialized, check_same_parameters
+from .parameters.agreement import check_same_parameters
 from .parameters.data_axes import DataAxes
 from .parameters.gathered_types import declare_whole
 from .parameters.leaf_checks import check_leaf

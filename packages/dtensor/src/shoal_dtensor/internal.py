@@ -61,6 +61,7 @@ from .modules.forwards import (
     forward_of,
     set_forward,
 )
+from .modules.materialized import check_materialized
 from .modules.owners import (
     Owner,
     batched_by_owner,

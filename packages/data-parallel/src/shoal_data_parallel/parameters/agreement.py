@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal_dtensor.errors import StyleError
+from shoal_dtensor.internal import check_materialized
 from shoal_mesh import Comm, LockstepError, all_gather
 from shoal_mesh.internal import is_traced
 
@@ -89,21 +90,6 @@ def _raise_first_difference(
         raise LockstepError(
             f"{function}: all data-parallel ranks must have the same parameters in the same "
             f"order, and agree which are trained. The first parameter that differs: {listed}"
-        )
-
-
-def check_materialized(function: str, names: Sequence[str]) -> None:
-    """Raise StyleError if there are parameters on the meta device.
-
-    Args:
-        function: the name of the function that is called, for the error.
-        names: the parameters that the caller has found on the meta device; empty if it found none.
-    """
-    if names:
-        raise StyleError(
-            f"{function}: parameters {list(names)} are on the meta device and have no values: call "
-            'module.to_empty(device="cpu"), or another device, and initialize them (with '
-            "module.reset_parameters(), or by load_state_dict), before the first forward"
         )
 
 
