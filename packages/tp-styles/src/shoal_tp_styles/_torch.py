@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -51,6 +51,22 @@ def hook_end_of_forward(module: Any, hook: Callable[[Any, Any, Any], None] | Non
     for table, value in (
         (module._forward_hooks, hook),
         (module._forward_hooks_always_called, True),
+    ):
+        table.pop("shoal", None)
+        if hook is not None:
+            table["shoal"] = value
+
+
+def hook_start_of_forward(
+    module: Any, hook: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None] | None
+) -> None:
+    """Register a hook that is called before a forward with its arguments; None removes it.
+
+    The key in torch's tables of hooks is the same for all modules, as for the end of a forward.
+    """
+    for table, value in (
+        (module._forward_pre_hooks, hook),
+        (module._forward_pre_hooks_with_kwargs, True),
     ):
         table.pop("shoal", None)
         if hook is not None:

@@ -24,11 +24,12 @@ from shoal_dtensor.internal import (
 )
 from shoal_mesh import DeviceMesh, current_mesh
 
-from .._torch import hook_end_of_forward
+from .._torch import hook_end_of_forward, hook_start_of_forward
 from ..apply.apply import plain_module
 from ..errors import UnmatchedPlanWarning
 from ..lowering.lowered import lowered_of
 from .explain_errors import explain_local_shards
+from .materialized import await_values
 from .resolve import AutoPlan, Plan, resolve
 
 # For each class of torch the attribute that forbids its fused kernel if it is false. Only the
@@ -111,6 +112,7 @@ def parallelize_module(
     children = (child for child in module.modules() if child is not module)
     if any(lowered_of(child) for child in children):
         hook_end_of_forward(module, explain_local_shards)
+    await_values(module)
     return module
 
 
@@ -191,6 +193,7 @@ def unparallelize_module(module: nn.Module) -> nn.Module:
     _forbid_fused_kernels(plain)
     for owner in plain.modules():
         hook_end_of_forward(owner, None)
+        hook_start_of_forward(owner, None)
     # the module may still be data-parallel, so its random numbers may still be sharded
     watch_draws(plain)
     return plain

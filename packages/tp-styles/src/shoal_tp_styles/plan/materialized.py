@@ -1,0 +1,43 @@
+"""The check of a parallel module's first forward: its parameters have left the meta device.
+
+A module may be made parallel on the meta device and get its values later. Torch's operators would
+otherwise fail with an error that names no parameter, or return results without values. A hook of
+the root module looks at the parameters before a forward, and removes itself once they have values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from shoal_dtensor.internal import check_materialized, pytree
+from shoal_mesh.internal import is_traced
+
+from .._torch import hook_start_of_forward
+
+
+def await_values(module: nn.Module) -> None:
+    """Check the parameters at the first forward if a module has parameters on the meta device."""
+    if _on_meta(module):
+        hook_start_of_forward(module, _check_values)
+
+
+def _check_values(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise StyleError if parameters are on the meta device, but not all inputs are."""
+    if is_traced():
+        return
+    names = _on_meta(module)
+    # A forward of meta tensors computes shapes only, and does not need values.
+    leaves = pytree.tree_leaves((args, kwargs))
+    inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if any(tensor.device.type != "meta" for tensor in inputs):
+        check_materialized("parallelize_module", names)
+    if not names:
+        hook_start_of_forward(module, None)
+
+
+def _on_meta(module: nn.Module) -> list[str]:
+    """Return the names of the parameters on the meta device."""
+    return [name for name, param in module.named_parameters() if param.device.type == "meta"]
