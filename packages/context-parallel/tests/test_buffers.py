@@ -256,6 +256,7 @@ def test_what_does_not_fit_is_refused_before_anything_changes() -> None:
     with fake_world(4):
         mesh = init_device_mesh("cpu", (4,))
         x = torch.arange(8)
+        table = torch.zeros(2, 3)
         wrong: dict[str, dict[str, Any]] = {
             "got 0 dims for 1 buffers": {"buffers": [x]},
             "a subset of buffers": {"no_restore_buffers": {x}},
@@ -263,9 +264,14 @@ def test_what_does_not_fit_is_refused_before_anything_changes() -> None:
                 "buffers": [torch.zeros(8, requires_grad=True)],
                 "buffer_seq_dims": [0],
             },
-            "must have the same sequence length": {
+            r"is 8 in buffers\[0\] .* and 7 in buffers\[1\]": {
                 "buffers": [x, torch.zeros(7)],
                 "buffer_seq_dims": [0, 0],
+            },
+            # one tensor, two of its dims: the error named equal shapes only
+            r"is 2 in buffers\[0\] \(dim 0 .* and 3 in buffers\[1\] \(dim 1": {
+                "buffers": [table, table],
+                "buffer_seq_dims": [0, 1],
             },
             r"has no dim 1; its entry in buffer_seq_dims must be from -1 to 0": {
                 "buffers": [x],

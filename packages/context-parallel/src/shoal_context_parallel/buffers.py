@@ -168,7 +168,7 @@ def _check(sequences: Sequence[tuple[Tensor, int]], unrestored: set[Tensor]) -> 
     buffer_ids = {id(buffer) for buffer, _ in sequences}
     if any(id(buffer) not in buffer_ids for buffer in unrestored):
         raise LayoutError("context_parallel: no_restore_buffers must be a subset of buffers")
-    for buffer, dim in sequences:
+    for index, (buffer, dim) in enumerate(sequences):
         shape = tuple(buffer.shape)
         if type(buffer) is not Tensor or buffer.requires_grad:
             raise LayoutError(
@@ -187,11 +187,12 @@ def _check(sequences: Sequence[tuple[Tensor, int]], unrestored: set[Tensor]) -> 
                 f"buffer_seq_dims must be from {-buffer.ndim} to {buffer.ndim - 1}"
             )
         first, first_dim = sequences[0]
-        if buffer.shape[dim] != first.shape[first_dim]:
+        if shape[dim] != first.shape[first_dim]:
             raise LayoutError(
-                f"context_parallel: all buffers must have the same sequence length; dim {dim} of "
-                f"a buffer of shape {shape} differs from dim {first_dim} of the first buffer, of "
-                f"shape {tuple(first.shape)}"
+                "context_parallel: all buffers must have the same sequence length; it is "
+                f"{first.shape[first_dim]} in buffers[0] (dim {first_dim} of shape "
+                f"{tuple(first.shape)}) and {shape[dim]} in buffers[{index}] (dim {dim} of shape "
+                f"{shape}). Name each buffer's sequence in buffer_seq_dims"
             )
 
 
