@@ -50,6 +50,14 @@ def test_handles_may_be_waited_for_in_any_order_or_dropped() -> None:
     assert last.wait()[::4].tolist() == [0.0, 1.0, 2.0]
 
 
+@on_ranks(2)
+def test_blocks_of_different_sizes_have_a_hint() -> None:
+    comm = Comm.over(dist.new_group([0, 1]), ("ranks",), (0, 1))
+    block = torch.ones(3 + dist.get_rank())
+    with pytest.raises(CollectiveError, match=r"ending in _v.*run_check=True.*global shape="):
+        all_gather(block, comm)
+
+
 @on_ranks(3)
 def test_different_collectives_raise_on_every_rank() -> None:
     group = dist.new_group([0, 1, 2])

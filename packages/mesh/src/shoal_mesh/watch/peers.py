@@ -419,8 +419,9 @@ def _hint_at_sizes(texts: Iterable[str]) -> str:
     if len(without_sizes) > 1:
         return ""
     return (
-        "; blocks of different sizes need the forms that take sizes (ending in _v), uneven shards "
-        "DTensor.from_local(..., shape=...) or run_check=True"
+        "; blocks of different sizes need the forms that take sizes (ending in _v). If the blocks "
+        "are uneven shards of a DTensor, make it by DTensor.from_local(..., run_check=True), or "
+        "with the global shape=(...) if the shards are split as torch.chunk does"
     )
 
 
