@@ -12,7 +12,7 @@ from __future__ import annotations
 import datetime as dt
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import count
 from threading import Lock
 from types import SimpleNamespace
@@ -53,6 +53,12 @@ class BackendChoice:
         require(self.backend, str | None, "a backend is named by a string, such as 'gloo'")
         requirement = "options of a backend are an object of its Options class"
         require(self.options, _torch.BackendOptions | None, requirement)
+
+    def __setstate__(self, state: Sequence[object]) -> None:
+        """Restore the fields of a pickle; pickles of earlier versions do not have the last ones."""
+        stored = dict(zip(self.__slots__, state, strict=False))
+        for each in fields(self):
+            object.__setattr__(self, each.name, stored.get(each.name, each.default))
 
     @property
     def key(self) -> str:
