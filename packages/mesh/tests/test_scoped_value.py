@@ -10,10 +10,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
+import torch
 
 from shoal_mesh import abstract_mesh, current_mesh, purpose, sums_in_tree
 from shoal_mesh.events import _current_purpose
 from shoal_mesh.internal import ScopedValue, sums_are_in_tree
+from shoal_mesh.lab.c10d.link import enter_thread
 
 MESH = abstract_mesh((2,))
 VALUE = ScopedValue("shoal_mesh_test_of_tasks", 0)
@@ -146,3 +148,28 @@ def test_a_value_that_is_set_holds_until_the_block_ends() -> None:
         return [*seen, VALUE.get()]
 
     assert contextvars.Context().run(program) == [4, 9, 3] and VALUE.get() == 0
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._C, "_remove_obj_from_tls"), reason="torch before 2.13 cannot remove objects"
+)
+@pytest.mark.parametrize("block", ["changed", "entered"])
+def test_a_thread_ends_without_objects(block: str) -> None:
+    """A thread that ended with one while the interpreter ended aborted the process."""
+    key = f"shoal_mesh_test_of_threads_{block}"
+    value = ScopedValue(key, 0)
+    held = []
+
+    def in_block() -> None:
+        opened = value.entered(1) if block == "entered" else value.changed(lambda _: 1)
+        with opened:
+            held.append(torch._C._is_key_in_tls(key))
+        value.get()
+        enter_thread(None)
+        keys = (key, "shoal_mesh.lab", "shoal_mesh.probe")
+        held.append(any(map(torch._C._is_key_in_tls, keys)))
+
+    thread = threading.Thread(target=in_block)
+    thread.start()
+    thread.join()
+    assert held == [True, False]

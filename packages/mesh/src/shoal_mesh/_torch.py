@@ -499,6 +499,11 @@ def fake_store() -> Store:
 # --- objects of a thread, which the threads of its backward passes have too -----------------------
 
 
+# Absent before torch 2.13. A thread that still has an object when it ends takes the GIL to release
+# it. At the end of the process that ends in std::terminate, and the process aborts.
+_REMOVE: Callable[[str], None] | None = getattr(torch._C, "_remove_obj_from_tls", None)
+
+
 def thread_object(key: str) -> Any:
     """Return the object that this thread holds under a name, or None.
 
@@ -508,10 +513,14 @@ def thread_object(key: str) -> Any:
 
 
 def set_thread_object(key: str, value: Any) -> None:
-    """Store an object of this thread under a name."""
+    """Store an object of this thread under a name; None removes it."""
     # the compiler would trace this function, and look into the object and all that it refers to
     if torch.compiler.is_dynamo_compiling():
         _uncompiled(key, value)
+        return
+    if value is None and _REMOVE is not None:
+        if torch._C._is_key_in_tls(key):
+            _REMOVE(key)
         return
     if _stash_takes_over():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
@@ -537,6 +546,8 @@ def _stash_takes_over() -> bool:
         for stashed in (probe, None):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(stashed))
     torch._C._stash_obj_in_tls(key, None)
+    if _REMOVE is not None:
+        _REMOVE(key)
     return is_uncounted
 
 

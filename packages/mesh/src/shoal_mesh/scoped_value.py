@@ -203,7 +203,9 @@ class ScopedValue(Generic[T]):
         """Store a value for the threads of backward passes that this thread starts."""
         if not self._in_backward:
             return
-        set_thread_object(self._key, (threading.get_ident(), value))
+        # the default needs no object
+        held = None if value is self.default else (threading.get_ident(), value)
+        set_thread_object(self._key, held)
         self._last.value = value
 
     def _foreign_object(self) -> Any:
