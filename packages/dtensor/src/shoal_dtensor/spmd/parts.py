@@ -133,7 +133,7 @@ def _types_of_views(
     shape = operand.meta.shape
     strides = [0] * len(shape)
     strides[parts.dim] = 1
-    positions = torch.arange(shape[parts.dim]).as_strided(shape, strides)
+    positions = torch.arange(shape[parts.dim], device="cpu").as_strided(shape, strides)
     args, kwargs = mapped((call.args, {**call.kwargs}), Operand, lambda _: positions)
     try:
         views = tensors_in(call.op(*args, **kwargs))
