@@ -17,7 +17,7 @@ from integration_tests.random_training.compose import Program
 from integration_tests.random_training.model import batch_of, model_of
 from torch import Tensor, nn
 
-from shoal_data_parallel import MixedPrecisionPolicy, fully_shard, replicate
+from shoal_data_parallel import FSDPModule, MixedPrecisionPolicy, fully_shard, replicate
 from shoal_dtensor import (
     DTensor,
     Replicate,
@@ -230,7 +230,7 @@ class Training:
         if event == "evaluate":
             with torch.no_grad():
                 self._losses(900, "evaluation")
-        elif event == "unshard" and hasattr(self.model, "unshard"):
+        elif event == "unshard" and isinstance(self.model, FSDPModule):
             self.model.unshard()
             self.model.reshard()
         elif event == "copy":

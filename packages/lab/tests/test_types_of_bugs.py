@@ -25,7 +25,7 @@ from shoal_mesh.testing import fake_world
 
 Types = dict[str, Any]
 I_AMONG_SHARDS = r"\bI@tp.*: I cannot be combined with types that differ between ranks"
-I_AND_P = r"P@tp; 8 I@tp\): I cannot be combined with types that differ between ranks"
+I_AND_P = r"P@tp; 8 I@tp\): I cannot be combined with P, an addend of a sum that is not done yet"
 SHARDED_MLP: Types = {"*up.*": S(0), "*down.weight": S(1)}
 
 
