@@ -167,7 +167,7 @@ class Parts(AxisType):
 
     @property
     def is_replicated(self) -> bool:
-        """Whether all parts are equal on all ranks."""
+        """True if all parts are equal on all ranks."""
         return all(kind in (R, I) for _, kind in self.runs)
 
     def backward_type(self) -> Parts:

@@ -284,9 +284,9 @@ def _refuse_varying(
         for axis, kind in operand.tensor_type.by_axis.items():
             if kind is V and axis not in varying:
                 raise SpmdTypeError(
-                    f"{user_line()}: {signature_of(func).name.removeprefix('aten::')}: an operand is V "
-                    f"over {axis!r}, so it is not known to be a shard of a global tensor. Way out: "
-                    "assert_type(x, S(dim)) or a PartitionSpec, or compute in local() or local_map"
+                    f"{_place_of(func)}: an operand is V over {axis!r}, so it is not known to be a "
+                    "shard of a global tensor. Way out: assert_type(x, S(dim)) or a PartitionSpec, "
+                    "or compute in local() or local_map"
                 )
 
 

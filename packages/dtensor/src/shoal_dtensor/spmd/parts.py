@@ -47,7 +47,7 @@ def results_in_parts(call: LocalOperatorCall, axis: MeshAxis) -> list[AnyAxisTyp
     """
     typed = [operand for operand in call.operands if operand.tensor_type is not None]
     kinds = {operand.on(axis) for operand in typed}
-    has_parts = any(isinstance(kind, Parts) for kind in kinds)
+    has_parts = any(map(_has_parts, kinds))
     joins = call.op is _CAT and kinds >= {R, I}
     if not has_parts and not joins:
         return None
