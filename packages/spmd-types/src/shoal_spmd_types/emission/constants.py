@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shoal_dtensor.internal import pytree, signature_of
+from shoal_dtensor.internal import pytree
 
 from .trace import Entry, Movement, TracedOperation, TracedValue, values_in
 
@@ -56,9 +56,7 @@ def _may_return_an_operand(operation: TracedOperation) -> bool:
     The operator of a copy does not, and its text may: `x.to(dtype)` and `x.contiguous()` return x
     where there is nothing to do.
     """
-    schema = signature_of(operation.operator)
-    is_view = any(argument.alias_info is not None for argument in schema.arguments)
-    return is_view or len(operation.operands) == 1
+    return operation.is_view or len(operation.operands) == 1
 
 
 def merge_equal_constants(entries: Sequence[Entry], constants: set[int]) -> list[Entry]:

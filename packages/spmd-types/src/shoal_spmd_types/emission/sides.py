@@ -122,6 +122,4 @@ def _takes_one_operand(operation: TracedOperation) -> bool:
     """Return whether an operation is a copy or a view of its only operand."""
     if len(operation.operands) != 1 or len(operation.outputs) != 1:
         return False
-    schema = signature_of(operation.operator)
-    is_view = any(argument.alias_info is not None for argument in schema.arguments)
-    return is_view or schema.name in _ONE_OPERAND
+    return operation.is_view or signature_of(operation.operator).name in _ONE_OPERAND

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shoal_dtensor import Replicate, Spec
-from shoal_dtensor.internal import Plan
+from shoal_dtensor.internal import Plan, signature_of
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +74,12 @@ class TracedOperation:
     def operands(self) -> list[TracedValue]:
         """The values among the arguments, in order."""
         return [*values_in((self.args, self.kwargs))]
+
+    @property
+    def is_view(self) -> bool:
+        """True if an output may have the memory of an operand; the trace has no writes."""
+        arguments = signature_of(self.operator).arguments
+        return any(argument.alias_info is not None for argument in arguments)
 
 
 @dataclass(slots=True, eq=False)
