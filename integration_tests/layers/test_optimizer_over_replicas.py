@@ -20,9 +20,9 @@ from integration_tests.layers.styled_model import styled
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as api
 
-from data_parallel_model import Model, batch, loss_of, same_gradients, same_weights, twins
+from data_parallel_model import Model, batch, in_rows, loss_of, train_alike, twins
 from shoal_data_parallel import fully_shard
-from shoal_dtensor import clip_grad_norm_, full_tensor, get_state_dict, set_state_dict
+from shoal_dtensor import full_tensor, get_state_dict, set_state_dict
 from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import HeadParallel, PackedColwiseParallel, parallelize_module
@@ -47,17 +47,7 @@ def rows_of(mesh: DeviceMesh, *tensors: Tensor) -> list[Tensor]:
 
 def check_training(plain: Any, model: Any, mesh: DeviceMesh) -> None:
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (plain, model)]
-    for step in range(3):
-        tokens, targets = batch(step)
-        loss_of(plain, tokens, targets).backward()
-        loss_of(model, *rows_of(mesh, tokens, targets)).backward()
-        same_gradients(plain, model)
-        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-        torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.5), expected)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    same_weights(plain, model)
+    train_alike(plain, model, in_rows(mesh, tensor=mesh.size(2)), optimizers)
 
 
 @on_ranks(8, timeout=200)

@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from data_parallel_model import (
     Model,
     batch,
+    in_rows,
     loss_of,
     same_gradients,
     same_weights,
+    train_alike,
     twins,
 )
 from shoal_data_parallel import (
@@ -34,7 +36,7 @@ from shoal_data_parallel import (
     fully_shard,
     owned_shards,
 )
-from shoal_dtensor import Shard, clip_grad_norm_
+from shoal_dtensor import Shard
 from shoal_dtensor.internal import local_shard
 from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh
 from shoal_mesh.testing import counts, on_ranks
@@ -55,20 +57,11 @@ def rows_of_rank(*tensors: Tensor) -> list[Tensor]:
     return [tensor.chunk(ranks)[torch.distributed.get_rank()] for tensor in tensors]
 
 
-def train_both(plain: Any, model: Any, steps: int = 3, **options: Any) -> None:
+def train_both(plain: Any, model: Any) -> None:
     """Compare gradients, norms and weights of one process and of all ranks."""
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (plain, model)]
-    for step in range(steps):
-        tokens, targets = batch(step)
-        loss_of(plain, tokens, targets).backward()
-        loss_of(model, *rows_of_rank(tokens, targets)).backward()
-        same_gradients(plain, model)
-        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-        torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.5), expected)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    same_weights(plain, model)
+    ranks = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    train_alike(plain, model, in_rows(ranks), optimizers)
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)])
@@ -158,7 +151,7 @@ def test_frozen_leaves_are_sent_once() -> None:
     for each in (plain, model):
         each.blocks.requires_grad_(False)
     shard_units(model, grid())
-    train_both(plain, model, steps=2)
+    train_both(plain, model)
     with CommDebugMode() as counted:
         model(rows_of_rank(batch(0)[0])[0])
     # of the four units only the outermost one has trained parameters
@@ -232,7 +225,7 @@ def test_low_precision_is_sent_and_masters_are_kept() -> None:
 def test_leaves_in_host_memory_and_on_the_meta_device() -> None:
     plain, model = twins()
     shard_units(model, grid(), offload_policy=CPUOffloadPolicy())
-    train_both(plain, model, steps=2)
+    train_both(plain, model)
     with torch.device("meta"):
         late: Any = Model().double()
     shard_units(late, grid())
@@ -319,7 +312,7 @@ def test_a_mesh_per_parameter_and_named_axes() -> None:
     assert local_shard(up.bias).shape == (8,) if mesh.get_coordinate() != (1, 1) else (6,)
     # 30 rows: two shards of 15 over "replica", of which a rank of "shard" updates 8 or 7
     assert local_shard(up.weight).shape[0] in (7, 8)
-    train_both(plain, model, steps=2)
+    train_both(plain, model)
     plain, model = twins()
     dims = DataParallelMeshDims(shard="shard", replicate="replica")
     fully_shard(model, mesh, dp_mesh_dims=dims, shard_optimizer=True)
@@ -356,4 +349,4 @@ def test_a_step_that_raises_and_a_reset() -> None:
         loss_of(model, *rows_of_rank(*batch(0)))
     handle.remove()
     model.reset_iter_state()
-    train_both(plain, model, steps=2)
+    train_both(plain, model)

@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from custom_collectives import Gather
 from data_parallel_model import (
     Model,
     backward_of_each,
     batch,
+    in_rows,
     loss_of,
     pickled,
     same_gradients,
@@ -26,7 +28,6 @@ from data_parallel_model import (
     twins,
 )
 from shoal_data_parallel import (
-    AllGather,
     DataParallelMeshDims,
     FSDPMeshInfo,
     HSDPMeshInfo,
@@ -66,11 +67,6 @@ def shard(model: Any, mesh: DeviceMesh, **options: Any) -> Any:
     for block in model.blocks:
         fully_shard(block, whole(mesh), shard_placement_fn=choose, **options)
     return fully_shard(model, whole(mesh), shard_placement_fn=choose, **options)
-
-
-def in_rows(mesh: DeviceMesh) -> DeviceMesh:
-    """A mesh with the axis "data", as the checks of the model take it."""
-    return init_device_mesh("cpu", (mesh.size(), 1), mesh_dim_names=("data", "tensor"))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -245,23 +241,6 @@ def test_methods_concern_all_meshes(name: str) -> None:
     assert all(unit.current.has_values for unit in units[:2])
     model.blocks[0].reshard()
     assert not any(unit.current.has_values for unit in units[:2])
-
-
-class Gather(AllGather):
-    """An all-gather that counts its calls."""
-
-    calls = 0
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
-    ) -> Any:
-        self.calls += 1
-        return dist.all_gather_into_tensor(
-            output_tensor, input_tensor, group=group, async_op=async_op
-        )
 
 
 @on_ranks(4, timeout=120)

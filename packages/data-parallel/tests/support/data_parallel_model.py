@@ -141,6 +141,12 @@ def own(mesh: DeviceMesh, *tensors: Tensor) -> list[Tensor]:
     return [t.chunk(mesh.shape[0])[mesh.get_local_rank("data")] for t in tensors]
 
 
+def in_rows(mesh: DeviceMesh, tensor: int = 1) -> DeviceMesh:
+    """Return the ranks of a mesh as rows of the axis "data", as the checks of the model take it."""
+    shape = (mesh.size() // tensor, tensor)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
+
+
 def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Any:
     return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
