@@ -7,10 +7,10 @@ from typing import Any
 from integration_tests.random_modules import blocks
 from integration_tests.random_modules.program import Program
 from integration_tests.random_modules.train import Run
+from integration_tests.typed_forwards import EndOfForward, type_error_of
 from torch import Tensor, nn
 
 from shoal_dtensor import DTensor
-from shoal_dtensor.errors import SpmdTypeError
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import fake_world
 from shoal_spmd_types import (
@@ -28,10 +28,6 @@ register_local_autograd_function(blocks._Straight)
 register_local_autograd_function(blocks._Exp)
 
 
-class _EndOfForward(Exception):
-    """The first forward and its loss have passed."""
-
-
 class _TypedRun(Run):
     """A training that ends after the first loss, which runs under the checker in global mode."""
 
@@ -43,7 +39,7 @@ class _TypedRun(Run):
             for tensor in (*model.parameters(), *model.buffers()):
                 _assert_equal_on_ranks(tensor)
             super().loss(step, model)
-        raise _EndOfForward
+        raise EndOfForward
 
     def put(self, tensor: Tensor, name: str) -> Any:
         placed = super().put(tensor, name)
@@ -57,19 +53,8 @@ def _assert_equal_on_ranks(tensor: Tensor) -> None:
 
 
 def type_error(program: Program) -> str | None:
-    """The checker's error about a program's first forward; empty if it passes.
-
-    None if the program ends before for another reason, as programs that are refused do.
-    """
+    """Return the checker's error about a program's first forward (`type_error_of`)."""
     with fake_world(4):
         names = ("tp",) if len(program.mesh) == 1 else ("dp", "tp")
         mesh = init_device_mesh("cpu", program.mesh, mesh_dim_names=names)
-        try:
-            _TypedRun(program, mesh, lambda model: None).train()
-        except _EndOfForward:
-            return ""
-        except SpmdTypeError as error:
-            return str(error)
-        except Exception:
-            return None
-    raise AssertionError("a training has a forward")
+        return type_error_of(lambda: _TypedRun(program, mesh, lambda model: None).train())

@@ -6,19 +6,15 @@ from typing import Any
 
 from integration_tests.random_training.compose import Program
 from integration_tests.random_training.train import Training
+from integration_tests.typed_forwards import EndOfForward, type_error_of
 from torch import Tensor
 
 from shoal_dtensor import DTensor
-from shoal_dtensor.errors import SpmdTypeError
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import fake_world
 from shoal_spmd_types import I, R, V, assert_type, set_current_mesh, typecheck
 
 __all__ = ["type_error"]
-
-
-class _EndOfForward(Exception):
-    """The first forward and its loss have passed."""
 
 
 class _TypedTraining(Training):
@@ -35,7 +31,7 @@ class _TypedTraining(Training):
             for parameter in self.model.parameters():
                 self._assert_parameter(parameter)
             super()._losses(number)
-        raise _EndOfForward
+        raise EndOfForward
 
     def _call(self, x: Tensor, y: Tensor, use: bool, number: int) -> tuple[Any, Any]:
         assert self.mesh is not None, "types are on a mesh"
@@ -58,21 +54,8 @@ class _TypedTraining(Training):
 
 
 def type_error(program: Program) -> str | None:
-    """The checker's error about a program's first forward; empty if it passes.
-
-    None if the program ends before for another reason, as programs that are refused do.
-    """
+    """Return the checker's error about a program's first forward (`type_error_of`)."""
     with fake_world(4):
         names = ("replica", "data") if program.parallel == "hybrid" else ("data", "tensor")
-        training = _TypedTraining(
-            program, init_device_mesh("cpu", program.mesh, mesh_dim_names=names)
-        )
-        try:
-            training.run()
-        except _EndOfForward:
-            return ""
-        except SpmdTypeError as error:
-            return str(error)
-        except Exception:
-            return None
-    raise AssertionError("a training has a forward")
+        mesh = init_device_mesh("cpu", program.mesh, mesh_dim_names=names)
+        return type_error_of(_TypedTraining(program, mesh).run)
