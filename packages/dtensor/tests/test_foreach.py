@@ -163,3 +163,14 @@ def test_a_list_with_a_tensor_and_its_view_has_no_one_history(mesh: DeviceMesh) 
         with torch.no_grad():
             torch._foreach_neg_(pair(leaf * 2))
     torch._foreach_neg_([leaf * 2, leaf * 3])
+
+
+def test_a_plain_tensor_scaled_by_a_dtensor_is_refused_in_every_call(mesh: DeviceMesh) -> None:
+    def put(value: Tensor, placement: Shard | Replicate) -> DTensor:
+        return distribute_tensor(value, mesh, [placement], src_data_rank=None)
+
+    for _ in range(2):
+        values: Any = [put(torch.ones(4), Shard(0)), torch.ones(4)]
+        factor = put(torch.tensor(0.5), Replicate())
+        with pytest.raises(MixedTensorError, match="together with a plain tensor"):
+            torch._foreach_mul_(values, factor)

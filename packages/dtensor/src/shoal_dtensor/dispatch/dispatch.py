@@ -246,8 +246,9 @@ def _on_cache_miss(call: _Call, cache: _OpCache, key: tuple[Any, ...]) -> Any:
     mixed = [entry for entry in key if type(entry) is Plain]
     groups = groups_by_mesh(cls, args, kwargs) if mixed and cache.foreach else None
     if groups is not None:
-        cache.remember(key, Decision.composite(partial(run_in_groups, op, groups)))
-        return run_in_groups(op, groups, *args, **kwargs)
+        run = partial(run_in_groups, op, groups)
+        cache.remember(key, Decision.in_groups(run))
+        return run(*args, **kwargs)
     are_candidates = [entry.candidate for entry in mixed if entry.shape]
     checks_plain = scope.replicas_checked or not scope.plain_is_replicated
     is_verified = bool(are_candidates) and checks_plain
@@ -292,6 +293,8 @@ def _run(
         return results
     if decision.verifies_plain and first is None:
         verify_plain(cls, op, args, kwargs, candidates=True)
+    if decision.result_kind is ResultKind.GROUPS:
+        return decision.call(*args, **kwargs)
     if decision.result_kind is ResultKind.COMPOSITE:
         with entered(current().changed(plain_is_replicated=True)):
             return decision.call(*args, **kwargs)

@@ -43,6 +43,8 @@ class ResultKind(IntEnum):
     # views that autograd ties to their base: one, or a list of them
     VIEW = 7
     VIEWS = 8
+    # DTensors and plain tensors already, of a `foreach` call that runs group by group
+    GROUPS = 9
 
 
 # The place of a tensor among arguments: the position or name of the argument, and the index of the
@@ -99,6 +101,11 @@ class Decision:
     def composite(cls, function: Callable[..., Any]) -> Decision:
         """Return a decision that calls a function on the DTensors, which runs other operators."""
         return cls(function, ResultKind.COMPOSITE, slow_path=True)
+
+    @classmethod
+    def in_groups(cls, function: Callable[..., Any]) -> Decision:
+        """Return a decision that runs a `foreach` call group by group; plain tensors stay plain."""
+        return cls(function, ResultKind.GROUPS, slow_path=True)
 
     def with_outputs(self, result: Any, function: Callable[[Tensor, Spec, int | None], Any]) -> Any:
         """Replace each tensor of a result by the return value of `function`.
