@@ -26,9 +26,9 @@ RANKS = 4
 
 
 def run_cases(
-    verdict: Callable[[Any], str], cases: Sequence[Any], patience: float = 30.0
+    verdict: Callable[[Any], str], cases: Sequence[Any], patience: float = 30.0, ranks: int = RANKS
 ) -> list[str]:
-    """What became of each case on four ranks of the pool.
+    """What became of each case on ranks of the pool, four when left out.
 
     Beyond what one rank says: `disagreement: ...` where the ranks say different things, or some are
     still at work when others are done; `hang: ...` where none is done after `patience` seconds.
@@ -38,7 +38,7 @@ def run_cases(
         with tempfile.TemporaryDirectory() as folder:
             text = ""
             try:
-                rank_pool(RANKS).run(
+                rank_pool(ranks).run(
                     _run_many, verdict, list(cases[len(found) :]), folder, patience, timeout=None
                 )
             except RankError as error:
@@ -49,7 +49,7 @@ def run_cases(
                     and not re.search(r"the process of rank .* ended", text)
                 ):
                     raise
-            files = [Path(folder) / f"rank{rank}" for rank in range(RANKS)]
+            files = [Path(folder) / f"rank{rank}" for rank in range(ranks)]
             said = [
                 [json.loads(line) for line in f.read_text().splitlines()] if f.exists() else []
                 for f in files

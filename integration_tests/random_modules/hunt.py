@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from integration_tests.case_runner import kind, run_cases, signature
 from integration_tests.random_modules.compose import compose
+from integration_tests.random_modules.edges import with_edges
 from integration_tests.random_modules.program import Program
 from integration_tests.random_modules.verdict import verdict
 
@@ -75,5 +76,5 @@ def shrink(program: Program, outcome: str, patience: float = 10.0) -> tuple[Prog
 
 def hunt(seeds: Sequence[int], patience: float = 30.0) -> Iterator[tuple[int, Program, str]]:
     """Programs by number, with what became of them."""
-    programs = [compose(seed) for seed in seeds]
+    programs = [with_edges(compose(seed)) for seed in seeds]
     yield from zip(seeds, programs, on_ranks(programs, patience), strict=True)

@@ -29,6 +29,7 @@ class Program:
         features: what else the training does (`train.FEATURES`), with arguments after a colon.
         steps: of the optimizer.
         seed: of all random numbers.
+        half_layout: placements of the half numbers of an edge, as an expression.
     """
 
     mesh: tuple[int, ...]
@@ -40,6 +41,7 @@ class Program:
     features: tuple[str, ...] = ()
     steps: int = 2
     seed: int = 0
+    half_layout: str = ""
 
     def has(self, feature: str) -> bool:
         """Whether the training does it."""

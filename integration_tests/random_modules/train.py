@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -347,6 +347,9 @@ def _around(program: Program) -> Any:
     return lambda block, x: checkpoint(block, x, **options)
 
 
+R = TypeVar("R", bound=Run)
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     import warnings
@@ -360,9 +363,17 @@ def run(
     program: Program,
     mesh: DeviceMesh | None,
     before: Callable[[nn.Module], None] = lambda model: None,
-) -> tuple[Run, Exception | None]:
-    """A training of a model that `before` may change first, and what ended it early."""
-    made = Run(program, mesh, before)
+    kind: type[R] = Run,  # type: ignore[assignment]  # a default of a type variable
+) -> tuple[R, Exception | None]:
+    """A training of a model that `before` may change first, and what ended it early.
+
+    Args:
+        program: the program.
+        mesh: the mesh; None for one device.
+        before: what changes the model before it is placed.
+        kind: the class of the training.
+    """
+    made = kind(program, mesh, before)
     with _quiet():
         try:
             made.train()

@@ -54,17 +54,27 @@ def verdict(program: Program) -> str:
         expected.run()
     except Exception as failed:
         return f"void: {type(failed).__name__}: {str(failed)[:200]}"
-    names = ("replica", "data") if program.parallel == "hybrid" else ("data", "tensor")
-    got = Training(program, init_device_mesh("cpu", program.mesh, mesh_dim_names=names))
+    got = Training(program, mesh_of(program))
     try:
         got.run()
-        return _difference(expected.seen, got.seen)
+        return difference(expected.seen, got.seen)
     except Exception as failed:
-        kind = "refused" if isinstance(failed, TYPED) else "error"
-        return f"{kind}: {type(failed).__name__}: {got.stage}: {str(failed)[:600]}"
+        return text_of(failed, got.stage)
 
 
-def _difference(expected: Sequence[tuple[str, Any]], got: Sequence[tuple[str, Any]]) -> str:
+def mesh_of(program: Program) -> DeviceMesh:
+    """The mesh of a program, on all ranks."""
+    names = ("replica", "data") if program.parallel == "hybrid" else ("data", "tensor")
+    return init_device_mesh("cpu", program.mesh, mesh_dim_names=names)
+
+
+def text_of(failed: Exception, stage: str) -> str:
+    """An error as an outcome."""
+    kind = "refused" if isinstance(failed, TYPED) else "error"
+    return f"{kind}: {type(failed).__name__}: {stage}: {str(failed)[:600]}"
+
+
+def difference(expected: Sequence[tuple[str, Any]], got: Sequence[tuple[str, Any]]) -> str:
     for (name, one), (other_name, other) in zip(expected, got, strict=True):
         if name != other_name or (one is None) is not (other is None):
             return f"wrong: {name}: {'no' if other is None else 'a'} value of {other_name}"
@@ -95,41 +105,56 @@ class Training:
 
     def run(self) -> None:
         """Build and train."""
-        optimizer = self._build()
+        self.train(self.build(), 0, len(self.program.steps))
+
+    def train(self, optimizer: Any, first: int, end: int) -> Any:
+        """Train from a step up to another one.
+
+        Args:
+            optimizer: the optimizer of the model.
+            first: the first step.
+            end: the step after the last one.
+
+        Returns:
+            The optimizer afterwards.
+        """
         kind: Any = type(optimizer)
-        number = 0
-        for step, syncs in enumerate(self.program.steps):
+        for step in range(first, end):
             if step == self.program.resume:
                 optimizer = self._resume(step, optimizer)
-            events = self.program.events[step]
-            for event in events:
+            for event in self.program.events[step]:
                 optimizer = self._before(event, optimizer, kind)
-            for i, sync in enumerate(syncs):
-                self.stage = f"step {step}, microbatch {i}"
-                if self.mesh is not None:
-                    self.model.set_requires_gradient_sync(sync)
-                if "fault" in events and i == 0:
-                    self._fault(number)
-                self._backward(number, events)
-                number += 1
-                if sync:
-                    self._see(
-                        f"step {step}.{i} grad",
-                        [(n, p.grad) for n, p in self.model.named_parameters()],
-                    )
-            self.stage = f"step {step}"
-            if self.program.clip:
-                clip: Callable[..., Any] = (
-                    clip_grad_norm_ if self.mesh is not None else nn.utils.clip_grad_norm_
-                )
-                norm = clip(self.model.parameters(), self.program.clip)
-                self._see(f"step {step}", [("norm", norm)])
-            optimizer.step()
-            self._see(f"step {step}", list(self.model.named_parameters()))
-            if "keep zeros" in events:
-                self.model.zero_grad(set_to_none=False)
-            else:
-                self.model.zero_grad()
+            self._step(step, optimizer)
+        return optimizer
+
+    def _step(self, step: int, optimizer: Any) -> None:
+        """One step: backward passes of all microbatches, and the optimizer's step."""
+        events, syncs = self.program.events[step], self.program.steps[step]
+        first = sum(map(len, self.program.steps[:step]))
+        for i, sync in enumerate(syncs):
+            number = first + i
+            self.stage = f"step {step}, microbatch {i}"
+            if self.mesh is not None:
+                self.model.set_requires_gradient_sync(sync)
+            if "fault" in events and i == 0:
+                self._fault(number)
+            self.backward(number, events)
+            if sync:
+                grads = [(n, p.grad) for n, p in self.model.named_parameters()]
+                self._see(f"step {step}.{i} grad", grads)
+        self.stage = f"step {step}"
+        if self.program.clip:
+            clip: Callable[..., Any] = (
+                clip_grad_norm_ if self.mesh is not None else nn.utils.clip_grad_norm_
+            )
+            norm = clip(self.model.parameters(), self.program.clip)
+            self._see(f"step {step}", [("norm", norm)])
+        optimizer.step()
+        self._see(f"step {step}", list(self.model.named_parameters()))
+        if "keep zeros" in events:
+            self.model.zero_grad(set_to_none=False)
+        else:
+            self.model.zero_grad()
 
     def _see(self, where: str, values: Sequence[tuple[str, Any]]) -> None:
         for name, value in values:
@@ -138,7 +163,7 @@ class Training:
 
     # --- a resume ---------------------------------------------------------------------------------
 
-    def _build(self) -> Any:
+    def build(self) -> Any:
         """The model, wrapped; and its optimizer."""
         self.model = model_of(self.program)
         if self.mesh is not None:
@@ -147,9 +172,32 @@ class Training:
         kind: Any = getattr(torch.optim, name)
         return kind(self.model.parameters(), lr=0.05, **dict.fromkeys(flags, True))
 
+    def save(self, folder: str, step: int, optimizer: Any) -> None:
+        """Save all."""
+        self.stage = "save"
+        with Checkpointer(folder) as checkpoints:
+            checkpoints.save(step, {"model": self.model, "optimizer": optimizer})
+
+    def load(self, folder: str, trained: Sequence[bool]) -> Any:
+        """Load all into a new model and a new optimizer.
+
+        Args:
+            folder: where they were saved.
+            trained: which parameters are trained, in their order.
+
+        Returns:
+            The optimizer.
+        """
+        self.stage = "load"
+        optimizer = self.build()
+        for param, is_trained in zip(self.model.parameters(), trained, strict=True):
+            param.requires_grad_(is_trained)
+        with Checkpointer(folder) as checkpoints:
+            checkpoints.load({"model": self.model, "optimizer": optimizer})
+        return optimizer
+
     def _resume(self, step: int, optimizer: Any) -> Any:
         """Save all, and load it into a new model and a new optimizer on another mesh."""
-        self.stage = "resume"
         self.program = replace(self.program, mesh=self.program.resume_mesh)
         if self.mesh is None:
             # a new process does not have gradients yet
@@ -157,19 +205,15 @@ class Training:
             return optimizer
         folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(folders)
-        with Checkpointer(str(folders[0])) as checkpoints:
-            checkpoints.save(step, {"model": self.model, "optimizer": optimizer})
+        folder = str(folders[0])
+        self.save(folder, step, optimizer)
         trained = [p.requires_grad for p in self.model.parameters()]
         names = self.mesh.mesh_dim_names
         self.mesh = init_device_mesh("cpu", self.program.mesh, mesh_dim_names=names)
-        resumed = self._build()
-        for param, is_trained in zip(self.model.parameters(), trained, strict=True):
-            param.requires_grad_(is_trained)
-        with Checkpointer(str(folders[0])) as checkpoints:
-            checkpoints.load({"model": self.model, "optimizer": resumed})
+        resumed = self.load(folder, trained)
         dist.barrier()
         if dist.get_rank() == 0:
-            shutil.rmtree(str(folders[0]))
+            shutil.rmtree(folder)
         return resumed
 
     # --- wrapping ---------------------------------------------------------------------------------
@@ -284,7 +328,8 @@ class Training:
     def _loss(logits: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    def _backward(self, number: int, events: Sequence[str]) -> None:
+    def backward(self, number: int, events: Sequence[str]) -> None:
+        """Gradients of a microbatch, in the way of the events."""
         share = 1.0 if self.mesh is not None else 1 / self.parts
         scope = implicit_replication() if self.program.placed == "tensors" else nullcontext()
         with scope:
@@ -310,7 +355,7 @@ class Training:
 
         handle = self.model.blocks[0].norm.register_full_backward_pre_hook(fail)
         try:
-            self._backward(number, ())
+            self.backward(number, ())
         except Fault:
             pass
         finally:
