@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+from collections.abc import Callable, Sequence
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -21,32 +23,43 @@ from transfer_members import (
     whole,
 )
 
+# The process that members are forked from imports torch once for all of them.
+FORK_SERVER = multiprocessing.get_context("forkserver")
+FORK_SERVER.set_forkserver_preload(["shoal_transfer"])
+
+
+def run_members(
+    function: Callable[..., None], arguments: Sequence[tuple[Any, ...]]
+) -> list[int | None]:
+    """Run a function in one process for each tuple of arguments, and return the exit codes."""
+    processes = [start_member(function, *one) for one in arguments]
+    for process in processes:
+        process.join(120)
+    return [process.exitcode for process in processes]
+
+
+def start_member(function: Callable[..., None], *arguments: Any) -> ForkServerProcess:
+    process = FORK_SERVER.Process(target=function, args=arguments)
+    process.start()
+    return process
+
 
 @pytest.mark.parametrize("kind", ["folder", "joint"])
 def test_four_processes_without_a_common_world(kind: str, tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
     arguments = [(member, kind, str(tmp_path)) for member in range(4)]
-    processes = [context.Process(target=member_of_transfer, args=one) for one in arguments]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-    assert [process.exitcode for process in processes] == [0] * 4
+    assert run_members(member_of_transfer, arguments) == [0] * 4
     left = [*(tmp_path / "messages").glob("*")] if kind == "folder" else []
     assert left == [], "messages are removed"
 
 
 @pytest.mark.parametrize("mode", ["staged", "in_place"])
 def test_a_trainer_that_dies_leaves_the_server_on_its_version(mode: Any, tmp_path: Path) -> None:
-    process = multiprocessing.get_context("spawn").Process(
-        target=trainer_that_dies, args=(str(tmp_path),)
-    )
-    process.start()
+    process = start_member(trainer_that_dies, str(tmp_path))
     target = {"w": torch.zeros(6, 4)}
     wire = FolderWire(tmp_path, 1, 2, timeout=30)
     transfer = WeightTransfer(one_to_one(), target=target, wire=wire, mode=mode)
     assert transfer.run().version == 1
-    wire.timeout = 5.0
+    wire.timeout = 3.0
     with pytest.raises(
         TransferError, match=r"version 2 did not arrive .* its sender may have died"
     ):
@@ -63,14 +76,8 @@ def test_a_trainer_that_dies_leaves_the_server_on_its_version(mode: Any, tmp_pat
 def test_a_server_that_dies_leaves_the_others_on_their_version(
     mode: Any, kind: str, tmp_path: Path
 ) -> None:
-    context = multiprocessing.get_context("spawn")
     arguments = [(member, kind, mode, str(tmp_path)) for member in range(3)]
-    processes = [context.Process(target=member_of_three, args=one) for one in arguments]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-    assert [process.exitcode for process in processes] == [0, 0, 9]
+    assert run_members(member_of_three, arguments) == [0, 0, 9]
     reports = [json.loads((tmp_path / f"report-{one}").read_text()) for one in (0, 1)]
     assert all("version 2 did not arrive" in report["message"] for report in reports)
     assert reports[1]["is_valid"] == (mode == "staged")
