@@ -10,14 +10,13 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import Future
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from integration_tests.processes import two_at_a_time
+from integration_tests.processes import Program, outputs_of
 
 from shoal_mesh.watch.recorder import LIBRARIES
 
@@ -74,34 +73,52 @@ print(json.dumps({
 """
 
 
-def said(program: str, *args: str) -> str:
-    """What a program prints in a fresh process, where every warning is an error."""
+# every warning is an error
+FLAGS = ("-W", "error")
+
+
+def environment() -> dict[str, str]:
     unset = ("PYTHONDONTWRITEBYTECODE", "PYTHONWARNINGS")
-    kept = {name: value for name, value in os.environ.items() if name not in unset}
-    command = [sys.executable, "-W", "error", "-c", program, *args]
-    done = subprocess.run(
-        command, env=kept, capture_output=True, text=True, check=False, timeout=120
-    )
-    return f"{done.stdout}{done.stderr}{done.returncode or ''}"
+    return {name: value for name, value in os.environ.items() if name not in unset}
 
 
 def probe(*names: str) -> dict[str, Any]:
-    """What `PROBE` finds; beside it the process prints nothing: a new torch logs a line for each deprecated name."""
-    printed = said(PROBE, *names)
+    """What `PROBE` finds in a fresh process."""
+    done = subprocess.run(
+        [sys.executable, *FLAGS, "-c", PROBE, *names],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    return findings_in(f"{done.stdout}{done.stderr}{done.returncode or ''}")
+
+
+def findings_in(printed: str) -> dict[str, Any]:
+    """What `PROBE` has printed, and nothing beside it: a new torch logs a line for each deprecated name."""
     assert printed.startswith("{") and printed.index("\n") == len(printed) - 1, printed
     found: dict[str, Any] = json.loads(printed)
     return found
 
 
 @pytest.fixture(scope="module")
-def probed(layers: Any) -> dict[str, Future[dict[str, Any]]]:
-    return two_at_a_time(probe, [(layer.name,) for layer in layers])
+def printed(layers: Any) -> dict[str, str]:
+    """What each program of this module prints, by a layer's name, a source or a module's name."""
+    programs = {layer.name: Program(PROBE, (layer.name,)) for layer in layers}
+    programs[FIRST_OPERATORS] = Program(FIRST_OPERATORS)
+    imported = ", ".join(layer.name for layer in layers if layer.name not in ON_REQUEST.values())
+    for module in ON_REQUEST:
+        source = f"import sys, {imported}\nprint({module!r} in sys.modules)"
+        programs[module] = Program(source)
+    outputs = outputs_of([*programs.values()], *FLAGS, environment=environment())
+    return dict(zip(programs, outputs, strict=True))
 
 
 def test_importing_a_layer_prints_nothing_and_changes_nothing_outside_it(
-    layer: Any, layers: Any, probed: Any
+    layer: Any, layers: Any, printed: dict[str, str]
 ) -> None:
-    found = probed[layer.name].result()
+    found = findings_in(printed[layer.name])
     assert found["changed"] == {}
     added = {name.split(".")[0] for name in found["added"]}
     foreign = {other.name for other in layers} - {layer.name, *layer.below}
@@ -136,9 +153,11 @@ print(*[name for name in sys.modules if name.startswith(unasked)])
 """
 
 
-def test_first_operators_and_gradients_import_neither_compiler_nor_torchs_dtensor() -> None:
+def test_first_operators_and_gradients_import_neither_compiler_nor_torchs_dtensor(
+    printed: dict[str, str],
+) -> None:
     """Python meta kernels import `torch._dynamo`, which takes a second; an operator without a rule the other."""
-    assert said(FIRST_OPERATORS).split() == []
+    assert printed[FIRST_OPERATORS].split() == []
 
 
 # Modules that few programs use, each with the layer that is about it.
@@ -146,11 +165,8 @@ ON_REQUEST = {"shoal_dtensor.spmd.checker": "shoal_spmd_types", "shoal_mesh.lab"
 
 
 @pytest.mark.parametrize("module", ON_REQUEST)
-def test_other_layers_load_a_module_on_request_only(module: str, layers: Any) -> None:
-    about = {*ON_REQUEST.values()}
-    names = [layer.name for layer in layers if layer.name not in about]
-    program = f"import sys, {', '.join(names)}\nprint({module!r} in sys.modules)"
-    assert said(program) == "False\n"
+def test_other_layers_load_a_module_on_request_only(module: str, printed: dict[str, str]) -> None:
+    assert printed[module] == "False\n"
 
 
 def test_each_layer_imports_within_its_time(layers: Any) -> None:

@@ -7,12 +7,11 @@ import re
 import shutil
 import subprocess
 import sys
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
-from integration_tests.processes import two_at_a_time
+from integration_tests.processes import Program, outputs_of
 
 HOST = "acme._vendor"
 SMOKE = {
@@ -169,25 +168,23 @@ def run(home: Path, *args: str, timeout: float) -> str:
     return done.stdout
 
 
-def smoke(layer: Any, layers: Any, home: Path) -> str:
-    """Use a copy of the layer in a process of its own; return what that printed."""
-    vendor(layer, layers, home)
-    program = f"import acme._vendor.{layer.name}\n{SMOKE[layer.folder]}\n{ALONE}"
-    return run(home, "-c", program, timeout=120)
-
-
 @pytest.fixture(scope="module")
-def smoked(layers: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Future[str]]:
-    return two_at_a_time(
-        smoke, [(layer, layers, tmp_path_factory.mktemp(layer.folder)) for layer in layers]
-    )
+def printed(layers: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, str]:
+    """What a program that uses a copy of the layer prints, by layer."""
+    programs = []
+    for layer in layers:
+        home = tmp_path_factory.mktemp(layer.folder)
+        vendor(layer, layers, home)
+        source = f"import acme._vendor.{layer.name}\n{SMOKE[layer.folder]}\n{ALONE}"
+        programs.append(Program(source, folder=str(home)))
+    environment = {**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
+    return dict(zip(layers, outputs_of(programs, environment=environment), strict=True))
 
 
 def test_a_copy_with_one_prefix_rewritten_works_without_the_original(
-    layer: Any, smoked: Any
+    layer: Any, printed: dict[Any, str]
 ) -> None:
-    printed = smoked[layer].result()
-    assert printed.endswith("modules of the original: []\n")
+    assert printed[layer].endswith("modules of the original: []\n"), printed[layer]
 
 
 def test_no_file_names_a_layer_in_any_other_way(layer: Any) -> None:
