@@ -231,6 +231,34 @@ def test_attention_drops_as_on_one_device(heads: tuple[int, int], by: str) -> No
     compare(model, plan, torch.randn(3, 5, 8).double())
 
 
+class NormedHeads(nn.Module):
+    """A projection to heads, a norm of each, and dropout; models name the norm's layout S(1)."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.q, self.norm = nn.Linear(6, heads * 4), nn.RMSNorm(4)
+        self.o = nn.Linear(heads * 4, 6)
+
+    def forward(self, x: Tensor) -> Any:
+        q = F.dropout(self.norm(self.q(x).unflatten(-1, (-1, 4))), 0.4)
+        # without a style: its layout follows from the dims
+        return self.o(F.dropout(q.transpose(1, 2), 0.2).transpose(1, 2).flatten(2))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("heads", [8, 6])
+def test_norms_of_heads_keep_the_shards_of_heads(heads: int) -> None:
+    compare(
+        NormedHeads(heads).double(),
+        {
+            "q": ColwiseParallel().heads(heads, 4),
+            "norm": SequenceParallel(use_local_output=True),
+            "o": RowwiseParallel().heads(heads, 4),
+        },
+        torch.randn(3, 5, 6).double(),
+    )
+
+
 class Checkpointed(nn.Module):
     """A block whose forward is run again in backward."""
 

@@ -100,6 +100,13 @@ class ModuleForward(ABC):
         """
         return None
 
+    def dims_of_tokens(self, ndim: int) -> range:
+        """Return the dims of the input along which the module computes each element alone.
+
+        A shard of any of them has the same output as the whole, whatever dim the style names.
+        """
+        return range(0)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         clone = copy.copy(self)
         memo[id(self)] = clone

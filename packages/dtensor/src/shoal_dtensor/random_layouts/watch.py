@@ -232,14 +232,16 @@ class Watch(FunctionMode):
         if blocks is not None:
             return self._fused_output(forward, result, blocks, source)
         noted = spec_of(result)
+        spec = spec_of(source)
         shard: AnyShard | None = None
         if noted is not None:
             # The module has noted a layout with the sizes of all shards.
             shard = shard_of(noted, axis)
+        elif spec is not None and _keeps_tokens(forward, spec, axis, result):
+            shard = shard_of(spec, axis)
         elif isinstance(layout, Shard):
             dim = layout.dim % result.ndim
             sizes = layout.sizes or forward.output_sizes(index, result.shape[dim])
-            spec = spec_of(source)
             input_dim = None if spec is None else getattr(spec.placements[axis], "dim", None)
             if not sizes and spec is not None and input_dim == dim:
                 # Use the sizes of the first input's shards, if they fit the output.
@@ -451,6 +453,17 @@ def _rows_by_rank(rows: list[int], axes: DeviceMesh) -> list[list[int]]:
         return [rows] * comm.size
     gathered: list[list[int]] = all_gather(local, comm).tolist()
     return gathered
+
+
+def _keeps_tokens(forward: ModuleForward, spec: Spec, axis: int, result: Tensor) -> bool:
+    """Tell whether a module that computes tokens alone got shards of tokens along an axis.
+
+    Its output is the same shard, whatever dim its style names: the norms of queries and keys get
+    shards of heads, dim 2, where their style names positions, dim 1.
+    """
+    dim = getattr(spec.placements[axis], "dim", None)
+    is_token_dim = dim is not None and dim in forward.dims_of_tokens(result.ndim)
+    return is_token_dim and result.shape == spec.local_shape
 
 
 def _local(drawn: Any, like: Spec, name: str) -> Any:

@@ -79,13 +79,6 @@ class Lowered(ModuleForward):
     def resolve(self) -> None:
         """Compute everything that calls need from the record; overridden by each lowering."""
 
-    def dims_of_tokens(self, ndim: int) -> range:
-        """Return the dims of the input along which the module computes each element alone.
-
-        A shard of any of them has the same output as the whole, whatever dim the style names.
-        """
-        return range(0)
-
     def feature_parts(self) -> Sequence[FeaturePart]:
         """Return the parts of the output's features, if they have different layouts."""
         return ()
