@@ -14,9 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal_data_parallel import replicate
 from shoal_dtensor import Replicate, Shard, random_mode
+from shoal_dtensor.errors import SpmdTypeError
 from shoal_dtensor.random_layouts.region import current_watch
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import all_ranks, on_ranks
+from shoal_spmd_types import P, PartitionSpec, R, S, V, assert_type
 from shoal_tp_styles import (
     ColwiseParallel,
     HeadParallel,
@@ -406,6 +408,72 @@ def test_draws_of_unknown_layout_are_refused(kind: str) -> None:
         model(torch.randn(3, 5, 6))
     model.eval()
     model(torch.randn(3, 5, 6))
+
+
+def by_head(h: Tensor) -> Tensor:
+    """The features of a projection by heads, with sizes that fit several layouts of one head."""
+    return h.view(*h.shape[:2], h.shape[-1] // 4, 4)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("spec", [False, True])
+def test_an_asserted_type_is_the_layout_of_a_draw(spec: bool) -> None:
+    axis = all_ranks().comm(0)
+
+    def draw(h: Tensor) -> Tensor:
+        if spec:
+            heads = assert_type(by_head(h), PartitionSpec(None, None, axis, None))
+        else:
+            heads = assert_type(by_head(h), {axis: S(2)})
+        return F.dropout(heads, 0.4).flatten(2)
+
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    compare(Between(draw, 16).double(), plan, torch.randn(3, 5, 6).double())
+
+
+@on_ranks(4)
+def test_asserted_types_that_do_not_fit_are_refused() -> None:
+    axis = all_ranks().comm(0)
+    cases: list[tuple[Callable[[Tensor], Tensor], type[Exception], str]] = [
+        (
+            lambda h: F.dropout(assert_type(h, {axis: S(0)})),
+            SpmdTypeError,
+            r"but S\(0\) is asserted",
+        ),
+        (lambda h: F.dropout(assert_type(h, {axis: R})), SpmdTypeError, "but R is asserted"),
+        (lambda h: F.dropout(assert_type(by_head(h), {axis: P})), LayoutError, "to be P over"),
+        (lambda h: F.dropout(assert_type(by_head(h), {axis: V})), LayoutError, "to be V over"),
+    ]
+    for draw, error, message in cases:
+        model = parallelize_module(Part(draw), all_ranks(), {"up": ColwiseParallel()})
+        with pytest.raises(error, match=message):
+            model(torch.randn(3, 5, 6))
+
+
+@on_ranks(4)
+def test_a_type_is_asserted_over_all_axes_of_an_unknown_layout() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    types: dict[Any, Any] = {"tensor": S(2)}
+
+    def draw(h: Tensor) -> Tensor:
+        return F.dropout(assert_type(by_head(h), types), 0.4).flatten(2)
+
+    single = Between(draw, 8).double()
+    parallel = parallelize_module(
+        copy.deepcopy(single),
+        mesh["tensor"],
+        {"up": ColwiseParallel(), "down": RowwiseParallel()},
+    )
+    parallelize_module(parallel, mesh["data"], batch())
+    x = torch.randn(4, 5, 6).double()
+    own = mesh.get_local_rank("data")
+    with pytest.raises(SpmdTypeError, match="leaves out data"):
+        parallel(x.chunk(2)[own])
+    types["data"] = S(0)
+    torch.manual_seed(3)
+    expected = single(x)
+    torch.manual_seed(3)
+    torch.testing.assert_close(parallel(x.chunk(2)[own]), expected.chunk(2)[own])
 
 
 @on_ranks(2)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, overload
 
 import torch
 
 from shoal_dtensor.errors import ArgumentTypeError, SpmdTypeError
-from shoal_dtensor.internal import I, R, ShardType as Shard, pytree, spmd
+from shoal_dtensor.internal import I, R, ShardType as Shard, current_watch, pytree, spmd
 
 from .scalar import Scalar
 from .types import PartitionSpec, SpmdType, entry_of
@@ -215,9 +215,10 @@ def assert_type(
 ) -> Any:
     """Give a tensor a type, or compare a type with the one that the tensor has.
 
-    S(i) refines V; other types must be equal. Outside of `typecheck` the function does nothing,
-    except that a parameter without a type gets one, because programs make parameters before they
-    enter `typecheck`.
+    S(i) refines V; other types must be equal. Outside of `typecheck` the function does nothing, with
+    two exceptions. A parameter without a type gets one, because programs make parameters before
+    they enter `typecheck`. In the forward of a parallel module that draws random numbers, the type
+    is the layout by which a rank draws its shard of one device's numbers.
 
     Args:
         tensor: a tensor, or a list or tuple of tensors.
@@ -242,13 +243,22 @@ def assert_type(
     if isinstance(tensor, list | tuple):
         kind: Any = type(tensor)
         return kind([assert_type(item, *types, partition_spec=partition_spec) for item in tensor])
-    if not spmd.is_active() and not _is_new_parameter(tensor):
+    watch = current_watch()
+    is_checked = spmd.is_active() or _is_new_parameter(tensor)
+    if not is_checked and watch is None:
         return tensor
-    try:
-        merged = merge_types(*types, partition_spec)
-    except SpmdTypeError as error:
-        raise SpmdTypeError(f"{spmd.user_line()}: assert_type: {error}") from None
-    spmd.assert_tensor_type(tensor, merged.local_type, merged.partition_spec)
+    mesh_of_watch: AbstractContextManager[Any] = nullcontext()
+    if watch is not None and spmd.MESH.get() is None:
+        mesh_of_watch = spmd.set_current_mesh(watch.mesh)
+    with mesh_of_watch:
+        try:
+            merged = merge_types(*types, partition_spec)
+        except SpmdTypeError as error:
+            raise SpmdTypeError(f"{spmd.user_line()}: assert_type: {error}") from None
+        if is_checked:
+            spmd.assert_tensor_type(tensor, merged.local_type, merged.partition_spec)
+        if watch is not None:
+            watch.assert_type(tensor, merged.local_type, merged.partition_spec)
     return tensor
 
 

@@ -43,7 +43,12 @@ AnyShard = Shard | StridedShard
 
 @dataclass(frozen=True, slots=True)
 class LocalLayout(TensorNote):
-    """The known layout of a local tensor."""
+    """The known layout of a local tensor.
+
+    In terms of the types of plain tensors (`spmd.axis_types`), a dim that `spec` shards is S(i) with
+    the sizes of all shards, `drawn` numbers are R, a fused output has `Parts`, and a tensor of
+    unknown layout is V.
+    """
 
     # the spec of the global tensor; None if it is unknown, or if the tensor is not known to be
     # sharded
@@ -53,7 +58,7 @@ class LocalLayout(TensorNote):
     # whether the tensor holds random numbers that are equal on all ranks along the axes on which
     # `spec` is replicated
     drawn: bool = False
-    # for a fused output, the specs of its blocks, which follow each other along the last dim
+    # for a fused output, the specs of its parts, which follow each other along the last dim
     blocks: tuple[Spec, ...] = ()
 
     @property
@@ -125,9 +130,10 @@ _MOST_ENTRIES = 4096
 # layouts of the results of functions, by the function and the layouts of its arguments
 _results: dict[Any, tuple[LocalLayout, ...]] = {}
 WAY_OUT = (
-    "Draw where the layout is known (before the function), let the module run on DTensors "
-    "(use_local_output=False), or let every rank draw different numbers: "
-    "shoal_dtensor.random_mode('local')"
+    "Assert its type where the layout is not known any more, "
+    "shoal_spmd_types.assert_type(x, {axis: S(dim)}), draw where the layout is known (before the "
+    "function), let the module run on DTensors (use_local_output=False), or let every rank draw "
+    "different numbers: shoal_dtensor.random_mode('local')"
 )
 
 

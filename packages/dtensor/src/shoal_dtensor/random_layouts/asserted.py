@@ -1,0 +1,99 @@
+"""Layouts that a program asserts as types of plain tensors (`spmd.axis_types`).
+
+A type says less than a layout: S(i) stands for shards of equal sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from shoal_mesh import DeviceMesh
+
+from ..errors import SpmdTypeError
+from ..layout.placements import Placement, Replicate
+from ..layout.spec import Spec
+from ..spmd.axis_types import AnyAxisType, I, R, Shard, V, placement_of
+from ..spmd.mesh_axes import AxisLike, MeshAxis, axis_over
+from ..spmd.messages import user_line
+from ..spmd.tensor_types import TensorType, describe_axes, read_type
+from .layouts import PLAIN, UNSEEN, LocalLayout, global_stride, layout_of
+
+
+def asserted_layout(
+    tensor: Tensor,
+    mesh: DeviceMesh,
+    types: Mapping[AxisLike, AnyAxisType],
+    partition_spec: Sequence[Any] | None,
+) -> LocalLayout:
+    """Return the layout of a plain tensor with an asserted type.
+
+    Args:
+        tensor: a plain tensor.
+        mesh: the mesh of the layouts.
+        types: types by axis; other axes of the mesh do not shard the tensor.
+        partition_spec: for each tensor dim the axes that shard it.
+
+    Raises:
+        SpmdTypeError: if the type is not valid for the tensor, contradicts its known layout, or
+            lacks an axis along which its layout is unknown.
+    """
+    asserted = read_type(types, tensor.ndim, partition_spec)
+    axes = [axis_over(mesh.ranks_along(i), mesh.axis_names[i]) for i in range(mesh.ndim)]
+    present = layout_of(tensor)
+    if present.spec is not None:
+        _compare(present.spec, asserted, axes)
+        return present
+    missing = [axis for axis in axes if axis.size() > 1 and axis not in asserted.by_axis]
+    if present.unknown and 0 < len(missing) < len(axes):
+        raise SpmdTypeError(
+            f"{user_line()}: assert_type: the layout of the tensor is unknown over "
+            f"{describe_axes(axes)}, but the asserted type {asserted!r} leaves out "
+            f"{describe_axes(missing)}. Assert the types over all of these axes at once"
+        )
+    if missing and (present.unknown or present is UNSEEN):
+        return present
+    return _layout_of_type(asserted, axes, mesh, tensor)
+
+
+def _compare(spec: Spec, asserted: TensorType, axes: Sequence[MeshAxis]) -> None:
+    """Raise an error if an asserted type contradicts a known layout."""
+    for index, axis in enumerate(axes):
+        kind = asserted.by_axis.get(axis)
+        if kind is None:
+            continue
+        dim = getattr(spec.placements[index], "dim", None)
+        known = R if dim is None else Shard(dim)
+        # I and R differ in their gradients only, and S(i) is more specific than V.
+        agrees = kind is known or (known is R and kind is I) or (kind is V and dim is not None)
+        if not agrees:
+            raise SpmdTypeError(
+                f"{user_line()}: assert_type: the tensor is {known} over {axis!r}, but {kind} is "
+                "asserted"
+            )
+
+
+def _layout_of_type(
+    asserted: TensorType, axes: Sequence[MeshAxis], mesh: DeviceMesh, tensor: Tensor
+) -> LocalLayout:
+    """Return the layout of a tensor with a type over the axes of a mesh."""
+    placements: list[Placement] = []
+    shape = [*tensor.shape]
+    for axis in axes:
+        kind = asserted.by_axis.get(axis, R)
+        if kind not in (R, I) and not isinstance(kind, Shard):
+            return LocalLayout(unknown=f"it is asserted to be {kind} over {axis!r}")
+        if isinstance(kind, Shard):
+            shape[kind.dim] *= axis.size()
+        placements.append(placement_of(kind) or Replicate())
+    order = [
+        (dim, tuple([axes.index(axis) for axis in sharding if axis in axes]))
+        for dim, sharding in asserted.dims.items()
+    ]
+    kept = tuple([(dim, indices) for dim, indices in order if indices])
+    if not kept:
+        return PLAIN
+    stride = global_stride(tensor, shape)
+    return LocalLayout(Spec(mesh, placements, shape, stride, dtype=tensor.dtype, shard_order=kept))
