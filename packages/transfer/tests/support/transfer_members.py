@@ -101,7 +101,7 @@ def member_of_three(member: int, kind: str, mode: Mode, home: str) -> None:
     )
     for version in (1, 2):
         if version == 2 and isinstance(wire, FolderWire):
-            # a group is told of a death by its sockets, a folder is not
+            # A group learns of a death from its sockets, a folder does not.
             wire.timeout = 3
         if not member:
             state["w"].copy_(whole(version))
