@@ -49,6 +49,8 @@ DTYPES = [
 ]
 MESHES = [(4,), (2, 2), (3, 2), (2, 2, 2)]
 EXTENTS = [0, 1, 2, 3, 5, 7, 16, 33, 48]
+# A larger tensor repeats what these chunks of it show, and chunks of 32 take minutes for millions.
+MOST_CHUNKS = 500
 
 
 def supports(fill: Fill, dtype: torch.dtype) -> bool:
@@ -124,6 +126,8 @@ def test_boxes_equal_one_device(fill: Fill, chunk: int, monkeypatch: pytest.Monk
     while compared < 100:
         dtype, mesh = dice.choice(dtypes), dice.choice(MESHES)
         shape, stride = some_layout(dice)
+        if math.prod(shape) > MOST_CHUNKS * chunk:
+            continue
         placements, order = some_placements(dice, shape, mesh)
         primed, passed = dice.randrange(3), dice.random() < 0.3
         generator = seeded(primed, passed)

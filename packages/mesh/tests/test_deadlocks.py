@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from shoal_mesh import all_gather, all_reduce, comm_over, launch
 from shoal_mesh.errors import PeerError, RankError
 from shoal_mesh.internal import start_packed
 from shoal_mesh.testing import on_ranks
+from shoal_mesh.watch import deadlocks
 from shoal_mesh.watch.deadlocks import Address, describe_deadlock, processes_that_wait
 
 State = Mapping[str, Any]
@@ -114,19 +116,29 @@ def test_ranks_that_wait_for_each_other_are_named_within_seconds(
     assert all(f"rank {rank} waits in" in text for rank in range(size))
 
 
+@contextmanager
+def frequent_looks() -> Iterator[None]:
+    """Five times as many looks in a second, so that a false alarm is raised within one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deadlocks, "_SECONDS", 0.1)
+        yield
+
+
 @on_ranks(2)
+@frequent_looks()
 def test_a_slow_rank_is_neither_a_hang_nor_an_alarm() -> None:
     comm = comm_over((0, 1))
     for slow in (0, 1):
         if comm.rank == slow:
-            time.sleep(4)
+            time.sleep(1.5)
         assert all_reduce(torch.ones(2), comm).tolist() == [2.0, 2.0]
         if comm.rank == slow:
-            time.sleep(4)
+            time.sleep(1.5)
         dist.barrier()
 
 
 @on_ranks(2)
+@frequent_looks()
 def test_threads_that_come_in_any_order_are_not_an_alarm() -> None:
     comms = [comm_over((0, 1)), comm_over((1, 0))]
     groups = [dist.new_group([0, 1]) for _ in comms]
@@ -134,7 +146,7 @@ def test_threads_that_come_in_any_order_are_not_an_alarm() -> None:
 
     def work(i: int) -> None:
         # each thread of rank 0 waits for one of rank 1 that comes later
-        time.sleep(4.0 * (i != rank))
+        time.sleep(1.5 * (i != rank))
         total = torch.ones(1)
         dist.all_reduce(total, group=groups[i])
         results.append(total.item())
