@@ -23,6 +23,7 @@ from shoal_tp_styles import (
     ColwiseParallel,
     HeadParallel,
     LayoutError,
+    OwnParameters,
     PackedColwiseParallel,
     PrepareModuleInput,
     PrepareModuleInputOutput,
@@ -231,6 +232,34 @@ def test_attention_drops_as_on_one_device(heads: tuple[int, int], by: str) -> No
     columns = {"q": ColwiseParallel().heads(query, 4), "[kv]": ColwiseParallel().heads(key, 4)}
     plan = {**columns, "o": RowwiseParallel().heads(query, 4)}
     compare(model, plan, torch.randn(3, 5, 8).double())
+
+
+class Sinks(Attention):
+    """Attention with a weight per head that the scores are compared with; a parameter holds them."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__(heads, heads, "hand")
+        self.sinks = nn.Parameter(torch.randn(heads))
+
+    def forward(self, x: Tensor) -> Any:
+        b, t, _ = x.shape
+        q, k, v = (f(x).view(b, t, -1, 4).transpose(1, 2) for f in (self.q, self.k, self.v))
+        sinks = self.sinks.reshape(1, -1, 1, 1).expand(b, -1, t, 1)
+        scores = torch.cat([q @ k.transpose(-1, -2), sinks], -1).softmax(-1)
+        y = F.dropout(scores[..., :-1], 0.3) @ v
+        return self.o(y.transpose(1, 2).reshape(b, t, -1))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("heads", [8, 4])
+def test_shards_of_own_parameters_have_the_layout_of_the_parameter(heads: int) -> None:
+    projections = {name: ColwiseParallel().heads(heads, 4) for name in "qkv"}
+    plan = {
+        **projections,
+        "o": RowwiseParallel().heads(heads, 4),
+        "": OwnParameters(dims={"sinks": 0}),
+    }
+    compare(Sinks(heads).double(), plan, torch.randn(3, 5, 8).double())
 
 
 class NormedHeads(nn.Module):

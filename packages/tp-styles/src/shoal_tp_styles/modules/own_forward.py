@@ -19,7 +19,7 @@ from torch.nn import functional
 from shoal_context_parallel.internal import ContextOptions, RoutedAttention
 from shoal_dtensor import DTensor
 from shoal_dtensor.errors import LayoutError
-from shoal_dtensor.internal import ReplacedAttention, eager_only
+from shoal_dtensor.internal import ReplacedAttention, current_watch, eager_only, is_compiling
 
 from .._torch import watching_functions
 from ..lowering.lowered import OnLocalTokens, nbytes
@@ -180,6 +180,12 @@ class LocalForward(DTensorForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = partial(super().__call__, *args, **kwargs)
         local = local_parameters(dict(self.params))
+        watch = None if is_compiling() else current_watch()
+        if watch is not None:
+            for name, shard in local.items():
+                param = self.params[name]
+                if shard is not None and isinstance(param, DTensor):
+                    watch.note_spec(shard, param.spec)
         return call_with_replaced(forward, (self.params, local), (vars(self.module), self.counts))
 
 
