@@ -461,6 +461,24 @@ def test_an_asserted_type_is_the_layout_of_a_draw(spec: bool) -> None:
 
 
 @on_ranks(4)
+def test_plain_tensors_of_local_sizes_are_shards_only_if_asserted() -> None:
+    axis = all_ranks().comm(0)
+
+    def scaled(h: Tensor) -> Tensor:
+        return F.dropout(h * torch.ones(h.shape, dtype=h.dtype), 0.4)
+
+    def asserted(h: Tensor) -> Tensor:
+        ones = assert_type(torch.ones(h.shape, dtype=h.dtype), {axis: S(-1)})
+        return F.dropout(h * ones, 0.4)
+
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    compare(Between(asserted, 16).double(), plan, torch.randn(3, 5, 6).double())
+    model = parallelize_module(Between(scaled, 16), all_ranks(), plan)
+    with pytest.raises(LayoutError, match=r"unknown: mul: .*assert_type"):
+        model(torch.randn(3, 5, 6))
+
+
+@on_ranks(4)
 def test_asserted_types_that_do_not_fit_are_refused() -> None:
     axis = all_ranks().comm(0)
     cases: list[tuple[Callable[[Tensor], Tensor], type[Exception], str]] = [

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -215,13 +215,7 @@ def _results_of(
         kwargs = {}
     elif name in ("new_empty", "new_zeros", "new_ones", "new_full"):
         return [_made_like(args[0], outs[0])]
-    try:
-        return _run(function, args, kwargs, outs)
-    except UnknownLayoutError:
-        adopted: Any = pytree.tree_map(partial(_adopted, specs_in((args, kwargs))), (args, kwargs))
-        if adopted == (args, kwargs):
-            raise
-        return _run(function, adopted[0], adopted[1], outs)
+    return _run(function, args, kwargs, outs)
 
 
 def _run(
@@ -462,39 +456,6 @@ def _global_size(spec: Spec, dim: int, out: tuple[int, ...], target: int) -> tup
     others = prod(n for d, n in enumerate(local) if d != dim)
     others_of_out = prod(n for n in out if n)
     return others * total // others_of_out, 0
-
-
-def _adopted(specs: Sequence[Spec], value: Any) -> Any:
-    """Return the spec of a plain tensor that is sharded like one of `specs`; else the value itself.
-
-    A plain tensor counts as sharded in this way if it has the sizes of the shards.
-    """
-    if not isinstance(value, Tensor):
-        return value
-    for spec in specs:
-        # The dims correspond from the last one on, as in broadcasting. Example: dim 0 of (6,)
-        # corresponds to dim 1 of (4, 6).
-        skip = spec.ndim - value.ndim
-        if skip < 0:
-            continue
-        placements: list[Placement] = []
-        for p in spec.placements:
-            if isinstance(p, Shard | StridedShard) and p.dim >= skip:
-                placements.append(p.on_dim(p.dim - skip))
-            else:
-                placements.append(Replicate())
-        sharded = {p.dim for p in placements if isinstance(p, Shard | StridedShard)}
-        has_sizes_of_shard = all(
-            n == size or (n == 1 and d not in sharded)
-            for d, (n, size) in enumerate(zip(value.shape, spec.local_shape[skip:], strict=True))
-        )
-        # A dim of size 1 may be a broadcast dim, so it does not show that the tensor is sharded.
-        shows_sharding = any(value.shape[d] != 1 for d in sharded)
-        if not has_sizes_of_shard or not shows_sharding:
-            continue
-        shape = [spec.shape[skip + d] if d in sharded else n for d, n in enumerate(value.shape)]
-        return Spec(spec.mesh, placements, shape, global_stride(value, shape), dtype=value.dtype)
-    return value
 
 
 def _described(value: Any) -> Any:
