@@ -1,10 +1,11 @@
 """Types of plain tensors, their inference from the rules, and the texts of errors.
 
-Covers: spmd/assertions.py, spmd/axis_types.py, spmd/checker.py, spmd/checker_state.py,
-spmd/declared.py, spmd/first_check.py, spmd/function_hints.py, spmd/infer.py, spmd/interface.py,
-spmd/local_calls.py, spmd/operand_layouts.py,
-spmd/local_map_types.py, spmd/mesh_axes.py, spmd/messages.py, spmd/module_boundaries.py,
-spmd/operator_call.py, spmd/parts.py, spmd/tensor_types.py, _torch/process_groups.py.
+Covers: spmd/assertions.py, spmd/checker.py, spmd/checker_state.py, spmd/declared.py,
+spmd/first_check.py, spmd/function_hints.py, spmd/inference/infer.py, spmd/inference/local_calls.py,
+spmd/inference/messages.py, spmd/inference/operand_layouts.py, spmd/inference/operator_call.py,
+spmd/inference/parts.py, spmd/interface.py, spmd/local_map_types.py, spmd/module_boundaries.py,
+spmd/types/axis_types.py, spmd/types/mesh_axes.py, spmd/types/tensor_types.py,
+_torch/process_groups.py.
 """
 
 from __future__ import annotations

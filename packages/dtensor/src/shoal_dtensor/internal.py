@@ -106,7 +106,7 @@ from .tensor.serialization import ShardedKind, chunks_of, install_staging, write
 
 if TYPE_CHECKING:
     from .spmd import interface as spmd
-    from .spmd.axis_types import I, P, R, Shard as ShardType, V
+    from .spmd.types.axis_types import I, P, R, Shard as ShardType, V
 
 _AXIS_TYPES = {"I": "I", "P": "P", "R": "R", "ShardType": "Shard", "V": "V"}
 
@@ -118,7 +118,7 @@ def __getattr__(name: str) -> Any:
 
         return interface
     if name in _AXIS_TYPES:
-        from .spmd import axis_types
+        from .spmd.types import axis_types
 
         return getattr(axis_types, _AXIS_TYPES[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

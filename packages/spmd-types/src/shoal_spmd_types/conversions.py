@@ -1,7 +1,7 @@
 """Changes of the type that send nothing in the forward: `convert` and `reinterpret`.
 
 The types are R (equal on all ranks), I (equal, and used alike on all ranks), V (may differ), P
-(addends of a pending sum) and S(i) (shards along dim i); see `shoal_dtensor.spmd.axis_types`.
+(addends of a pending sum) and S(i) (shards along dim i); see `shoal_dtensor.spmd.types.axis_types`.
 
 May import: _dtypes, _line, _moves.
 """

@@ -3,8 +3,8 @@
 The checker of SPMD types uses them if a program on plain tensors, without DTensors, calls these
 functions.
 
-A type describes a tensor along one mesh axis (`shoal_dtensor.spmd.axis_types`). R and I are equal
-on all ranks, and with I the ranks also compute the same with the tensor. V may differ between
+A type describes a tensor along one mesh axis (`shoal_dtensor.spmd.types.axis_types`). R and I are
+equal on all ranks, and with I the ranks also compute the same with the tensor. V may differ between
 ranks, P is an addend of a pending sum, and S(dim) is a shard along a tensor dim.
 
 A loss over a sharded vocabulary sums the ranks' terms itself, and all ranks continue with the same

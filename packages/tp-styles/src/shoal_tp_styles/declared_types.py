@@ -1,9 +1,9 @@
 """SPMD types of lowered modules at their ports, by which plain code around them is checked.
 
-`shoal_dtensor.spmd.axis_types` explains the types R, I, V, P and S(dim). The inside of a lowered
-module is not checked, because tests compare its results with one process. A replicated activation
-between modules is I, because its gradient is complete on every rank. A module that reads the
-activation and reduces its gradient makes it R inside. Along data axes, which are not axes of a
+`shoal_dtensor.spmd.types.axis_types` explains the types R, I, V, P and S(dim). The inside of a
+lowered module is not checked, because tests compare its results with one process. A replicated
+activation between modules is I, because its gradient is complete on every rank. A module that reads
+the activation and reduces its gradient makes it R inside. Along data axes, which are not axes of a
 plan's mesh, parameters are R.
 
 May import: lowering, sharding.

@@ -120,7 +120,7 @@ def local_map(  # noqa: PLR0913  # torch's arguments, and whether to compare
             # Imported here, so that only programs that check types load the checker.
             from ..spmd.checker import typecheck
             from ..spmd.local_map_types import check_outputs, declare_inputs
-            from ..spmd.mesh_axes import set_current_mesh
+            from ..spmd.types.mesh_axes import set_current_mesh
 
             with set_current_mesh(mesh), typecheck(local=False):
                 declare_inputs(local, flat, in_grad_placements)

@@ -1,4 +1,4 @@
-"""Layouts that a program asserts as types of plain tensors (`spmd.axis_types`).
+"""Layouts that a program asserts as types of plain tensors (`spmd.types.axis_types`).
 
 A type says less than a layout: S(i) stands for shards of equal sizes.
 """
@@ -15,10 +15,10 @@ from shoal_mesh import DeviceMesh
 from ..errors import SpmdTypeError
 from ..layout.placements import Placement, Replicate
 from ..layout.spec import Spec
-from ..spmd.axis_types import AnyAxisType, I, R, Shard, V, placement_of
-from ..spmd.mesh_axes import AxisLike, MeshAxis, axis_over
-from ..spmd.messages import user_line
-from ..spmd.tensor_types import TensorType, describe_axes, read_type
+from ..spmd.inference.messages import user_line
+from ..spmd.types.axis_types import AnyAxisType, I, R, Shard, V, placement_of
+from ..spmd.types.mesh_axes import AxisLike, MeshAxis, axis_over
+from ..spmd.types.tensor_types import TensorType, describe_axes, read_type
 from .layouts import PLAIN, UNSEEN, LocalLayout, global_stride, layout_of
 
 

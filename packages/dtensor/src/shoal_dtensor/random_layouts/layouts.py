@@ -45,7 +45,7 @@ AnyShard = Shard | StridedShard
 class LocalLayout(TensorNote):
     """The known layout of a local tensor.
 
-    In terms of the types of plain tensors (`spmd.axis_types`), a dim that `spec` shards is S(i) with
+    In terms of the types of plain tensors (`spmd.types.axis_types`), a dim that `spec` shards is S(i) with
     the sizes of all shards, `drawn` numbers are R, a fused output has `Parts`, and a tensor of
     unknown layout is V.
     """

@@ -29,9 +29,9 @@ from ..layout.spec import Spec
 from ..layout.tensor_meta import flatten, mapped
 from ..modules.forwards import ModuleForward
 from ..scopes import implicit_replication
-from ..spmd.axis_types import AnyAxisType
 from ..spmd.first_check import copy_type
-from ..spmd.mesh_axes import AxisLike
+from ..spmd.types.axis_types import AnyAxisType
+from ..spmd.types.mesh_axes import AxisLike
 from ..tensor.dtensor import DTensor
 from .asserted import asserted_layout
 from .functions import active, drawers_of, draws

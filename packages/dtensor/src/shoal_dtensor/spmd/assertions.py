@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..errors import SpmdTypeError
-from .axis_types import AnyAxisType, Shard, V, local_type
 from .checker_state import varying_axes
-from .mesh_axes import MESH, AxisLike, MeshAxis, normalize_axis, regroup
-from .messages import user_line, way_from
-from .tensor_types import TensorType, describe_axes, read_type, refine, set_type, type_of
+from .inference.messages import user_line, way_from
+from .types.axis_types import AnyAxisType, Shard, V, local_type
+from .types.mesh_axes import MESH, AxisLike, MeshAxis, normalize_axis, regroup
+from .types.tensor_types import TensorType, describe_axes, read_type, refine, set_type, type_of
 
 
 def assert_tensor_type(

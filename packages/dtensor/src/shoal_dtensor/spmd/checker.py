@@ -30,7 +30,6 @@ from ..rules.language.op_call import schema_of
 from ..scopes import current as current_scope
 from ..tensor.dtensor import DTensor
 from .assertions import on_current_mesh
-from .axis_types import I, R, V
 from .checker_state import CHECKER, TRACE_LOG, TRACES, active_checker, paused, varying_axes
 from .declared import (
     DECOMPOSITIONS,
@@ -40,12 +39,13 @@ from .declared import (
 )
 from .first_check import load_declarations
 from .function_hints import LEADING, FunctionHints, with_wildcard
-from .infer import infer_types
-from .mesh_axes import MESH, MeshAxis
-from .messages import user_line
+from .inference.infer import infer_types
+from .inference.messages import user_line
+from .inference.operator_call import LocalOperatorCall, Operand, local_meta
 from .module_boundaries import module_boundaries
-from .operator_call import LocalOperatorCall, Operand, local_meta
-from .tensor_types import (
+from .types.axis_types import I, R, V
+from .types.mesh_axes import MESH, MeshAxis
+from .types.tensor_types import (
     TensorType,
     is_constant,
     mark_constant,

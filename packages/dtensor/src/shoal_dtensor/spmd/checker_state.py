@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from shoal_mesh.internal import ScopedValue
 
 from .._torch.tensors import in_backward
-from .mesh_axes import MESH, MeshAxis
+from .types.mesh_axes import MESH, MeshAxis
 
 
 class CheckerSettings(Protocol):

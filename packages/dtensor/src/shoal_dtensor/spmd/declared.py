@@ -19,10 +19,10 @@ from ..layout.placements import Partial, Placement
 from ..layout.spec import Spec
 from ..tensor.autograd import FromLocal, ToLocal
 from .assertions import check_source, moved_type
-from .axis_types import AnyAxisType, I, P, R, Shard, V, local_type, type_of_placement
-from .mesh_axes import MeshAxis, axis_over, normalize_axis
-from .messages import user_line
-from .tensor_types import DimOrder, TensorType, set_type, tensors_in, type_of
+from .inference.messages import user_line
+from .types.axis_types import AnyAxisType, I, P, R, Shard, V, local_type, type_of_placement
+from .types.mesh_axes import MeshAxis, axis_over, normalize_axis
+from .types.tensor_types import DimOrder, TensorType, set_type, tensors_in, type_of
 
 Declaration = Callable[[Any, tuple[Any, ...]], None]
 """Function that assigns types to the outputs of a function: (outputs, arguments of `apply`)."""

@@ -43,7 +43,7 @@ def copy_type(source: Any, target: Any) -> None:
     """Give a tensor the type of another one, if it has one."""
     if not types_are_checked():
         return
-    from .tensor_types import set_type, type_of
+    from .types.tensor_types import set_type, type_of
 
     present = type_of(source)
     if present is not None:

@@ -17,8 +17,8 @@ from shoal_mesh.internal import ScopedValue
 from .._torch.interception import FunctionMode
 from .._torch.operators import OpOverload, signature_of
 from .checker_state import active_checker
-from .operand_layouts import Leading
-from .tensor_types import tensors_in, type_of
+from .inference.operand_layouts import Leading
+from .types.tensor_types import tensors_in, type_of
 
 # Functions whose operators merge leading dims of their operands, and divide them again.
 _ON_BATCHES = frozenset(

@@ -12,22 +12,6 @@ from .assertions import (
     reinterpreted,
     type_on,
 )
-from .axis_types import (
-    AnyAxisType,
-    AxisType,
-    FoldedShard,
-    I,
-    P,
-    Parts,
-    R,
-    Shard,
-    V,
-    joined_type,
-    local_type,
-    pending,
-    placement_of,
-    type_of_placement,
-)
 from .checker import Checker, local, typecheck
 from .checker_state import (
     active_checker,
@@ -47,8 +31,27 @@ from .declared import (
     declare_local,
     declare_types,
 )
-from .infer import infer_types
-from .mesh_axes import (
+from .inference.infer import infer_types
+from .inference.messages import hide_frames_of, user_line
+from .inference.operator_call import LocalOperatorCall, Operand, local_meta
+from .module_boundaries import BOUNDARY_FINDERS
+from .types.axis_types import (
+    AnyAxisType,
+    AxisType,
+    FoldedShard,
+    I,
+    P,
+    Parts,
+    R,
+    Shard,
+    V,
+    joined_type,
+    local_type,
+    pending,
+    placement_of,
+    type_of_placement,
+)
+from .types.mesh_axes import (
     MESH,
     AxisLike,
     CurrentMesh,
@@ -60,10 +63,7 @@ from .mesh_axes import (
     read_mesh,
     set_current_mesh,
 )
-from .messages import hide_frames_of, user_line
-from .module_boundaries import BOUNDARY_FINDERS
-from .operator_call import LocalOperatorCall, Operand, local_meta
-from .tensor_types import (
+from .types.tensor_types import (
     TensorType,
     axes_of_entry,
     is_constant,

@@ -14,10 +14,10 @@ from ..errors import SpmdTypeError
 from ..layout.placements import Placement
 from ..tensor.dtensor import DTensor
 from .assertions import check_source
-from .axis_types import I, R, type_of_placement
 from .declared import type_of_local
-from .mesh_axes import axis_over
-from .tensor_types import set_type, type_of
+from .types.axis_types import I, R, type_of_placement
+from .types.mesh_axes import axis_over
+from .types.tensor_types import set_type, type_of
 
 
 def declare_inputs(

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from shoal_mesh import Comm, DeviceMesh
 from shoal_mesh.internal import ScopedValue
 
-from .._torch.process_groups import ProcessGroup, group_name, group_ranks
-from ..errors import ArgumentTypeError, SpmdTypeError
+from ..._torch.process_groups import ProcessGroup, group_name, group_ranks
+from ...errors import ArgumentTypeError, SpmdTypeError
 
 # names that programs have given to an axis, by its offsets; for texts only
 _NAMES: dict[tuple[int, ...], dict[str, None]] = {}

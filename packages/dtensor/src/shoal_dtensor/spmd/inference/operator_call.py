@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._torch.operators import OpOverload
-from ..layout.tensor_meta import TensorMeta
-from .axis_types import AnyAxisType, R
-from .mesh_axes import MeshAxis
-from .tensor_types import TensorType
+from ..._torch.operators import OpOverload
+from ...layout.tensor_meta import TensorMeta
+from ..types.axis_types import AnyAxisType, R
+from ..types.mesh_axes import MeshAxis
+from ..types.tensor_types import TensorType
 
 
 class Operand(NamedTuple):

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from .._torch.tensors import TensorNote, pytree
-from ..errors import SpmdTypeError
+from ..._torch.tensors import TensorNote, pytree
+from ...errors import SpmdTypeError
 from .axis_types import AnyAxisType, AxisType, Shard, V, local_type
 from .mesh_axes import MESH, AxisLike, MeshAxis, normalize_axis
 

@@ -10,10 +10,10 @@ from types import CodeType, FrameType
 
 import torch
 
-from .._torch.operators import signature_of
-from ..layout.spec import Spec
-from .axis_types import AnyAxisType, AxisType, I, P, R, Shard, V, pending, type_of_placement
-from .mesh_axes import MeshAxis
+from ..._torch.operators import signature_of
+from ...layout.spec import Spec
+from ..types.axis_types import AnyAxisType, AxisType, I, P, R, Shard, V, pending, type_of_placement
+from ..types.mesh_axes import MeshAxis
 from .operator_call import LocalOperatorCall
 
 # Frames of these folders are not lines of a user's program.

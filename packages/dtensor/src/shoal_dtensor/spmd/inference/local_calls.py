@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from .._torch.interception import TorchDispatchMode
-from .._torch.operators import OpOverload, signature_of
-from ..errors import ShoalTensorError
-from ..layout.tensor_meta import TensorMeta, flatten, mapped
-from ..rules.language.op_call import schema_of
-from ..rules.language.rule import LocalCall, Rule, local_function
+from ..._torch.interception import TorchDispatchMode
+from ..._torch.operators import OpOverload, signature_of
+from ...errors import ShoalTensorError
+from ...layout.tensor_meta import TensorMeta, flatten, mapped
+from ...rules.language.op_call import schema_of
+from ...rules.language.rule import LocalCall, Rule, local_function
 
 # These keep the row-major order of elements, so equal shapes make them equal.
 _RESHAPES = frozenset({"view", "_unsafe_view", "_reshape_alias", "reshape", "expand", "squeeze"})

@@ -13,14 +13,24 @@ from typing import NamedTuple
 
 from shoal_mesh import DeviceMesh, abstract_mesh
 
-from ..layout.dim_sharding import StridedDimSharding
-from ..layout.placements import Placement, Replicate
-from ..layout.spec import Spec
-from ..layout.tensor_meta import mapped
-from .axis_types import SHARDS, AnyAxisType, FoldedShard, I, R, Shard, V, pending, placement_of
-from .mesh_axes import MeshAxis
+from ...layout.dim_sharding import StridedDimSharding
+from ...layout.placements import Placement, Replicate
+from ...layout.spec import Spec
+from ...layout.tensor_meta import mapped
+from ..types.axis_types import (
+    SHARDS,
+    AnyAxisType,
+    FoldedShard,
+    I,
+    R,
+    Shard,
+    V,
+    pending,
+    placement_of,
+)
+from ..types.mesh_axes import MeshAxis
+from ..types.tensor_types import TensorType
 from .operator_call import LocalOperatorCall, Operand
-from .tensor_types import TensorType
 
 
 @lru_cache(maxsize=256)

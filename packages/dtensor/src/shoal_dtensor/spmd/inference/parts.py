@@ -12,14 +12,14 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..errors import ShoalTensorError, SpmdTypeError
-from ..layout.tensor_meta import mapped
-from ..rules.language.op_call import schema_of
-from .axis_types import AnyAxisType, I, Parts, R, Run, V, joined_type
-from .mesh_axes import MeshAxis
+from ...errors import ShoalTensorError, SpmdTypeError
+from ...layout.tensor_meta import mapped
+from ...rules.language.op_call import schema_of
+from ..types.axis_types import AnyAxisType, I, Parts, R, Run, V, joined_type
+from ..types.mesh_axes import MeshAxis
+from ..types.tensor_types import tensors_in
 from .messages import describe_call
 from .operator_call import LocalOperatorCall, Operand
-from .tensor_types import tensors_in
 
 _CAT = torch.ops.aten.cat.default
 # operators on each element that torch does not tag as such

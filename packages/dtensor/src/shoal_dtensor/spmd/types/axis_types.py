@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Final
 
-from ..errors import ArgumentTypeError
-from ..layout.placements import Interned, Partial, Placement, Replicate, Shard as ShardPlacement
+from ...errors import ArgumentTypeError
+from ...layout.placements import Interned, Partial, Placement, Replicate, Shard as ShardPlacement
 
 
 class AxisType(Interned):

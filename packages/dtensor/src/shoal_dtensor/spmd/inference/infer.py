@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..dispatch.assign import Sharding, ShardingProblem, assign, assign_without_moves
-from ..dispatch.global_call import outputs_by_meta_kernel, outputs_by_probe, specs_in
-from ..dispatch.propagate import elements_of, rule_of
-from ..errors import ShoalTensorError, SpmdTypeError
-from ..layout.spec import Spec
-from ..layout.tensor_meta import mapped
-from ..rules.language.op_call import OpCall, schema_of
-from ..rules.language.rule import LocalCall, Rule
-from ..scopes import current as current_scope
-from .axis_types import (
+from ...dispatch.assign import Sharding, ShardingProblem, assign, assign_without_moves
+from ...dispatch.global_call import outputs_by_meta_kernel, outputs_by_probe, specs_in
+from ...dispatch.propagate import elements_of, rule_of
+from ...errors import ShoalTensorError, SpmdTypeError
+from ...layout.spec import Spec
+from ...layout.tensor_meta import mapped
+from ...rules.language.op_call import OpCall, schema_of
+from ...rules.language.rule import LocalCall, Rule
+from ...scopes import current as current_scope
+from ..types.axis_types import (
     SHARDS,
     AnyAxisType,
     I,
@@ -32,8 +32,9 @@ from .axis_types import (
     V,
     local_type,
 )
+from ..types.mesh_axes import MeshAxis
+from ..types.tensor_types import TensorType
 from .local_calls import is_the_operator
-from .mesh_axes import MeshAxis
 from .messages import describe_call, ways_out
 from .operand_layouts import (
     Leading,
@@ -45,7 +46,6 @@ from .operand_layouts import (
 )
 from .operator_call import LocalOperatorCall, Operand
 from .parts import results_in_parts
-from .tensor_types import TensorType
 
 # Arguments that are lists of sizes: a program on shards passes local sizes.
 _SIZES = frozenset({"size", "normalized_shape", "output_size"})

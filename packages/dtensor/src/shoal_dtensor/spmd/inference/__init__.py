@@ -1,0 +1,4 @@
+"""The types of an operator's results, inferred from the rule that DTensors follow.
+
+May import: types.
+"""
