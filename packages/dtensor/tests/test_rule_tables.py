@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal_dtensor.rules import DuplicateRuleError, family, merge, overlay, pointwise
+from shoal_dtensor.rules import DuplicateRuleError, Rule, family, merge, overlay, pointwise
 from shoal_dtensor.scopes import current
 
 aten = torch.ops.aten
@@ -39,6 +39,14 @@ def test_a_name_stands_for_all_forms_that_take_tensors() -> None:
         family({"sum": rule, "sum.default": pointwise(linear=(0,))})[aten.sum.default] is not rule
     )
     assert family({"no_such_operator": rule}) == {}
+
+
+def test_a_family_of_unordered_rules() -> None:
+    rule = Rule(pointwise().rows)
+    assert not family({"neg": rule})[aten.neg.default].unordered
+    table = family({"neg abs": rule}, unordered=True)
+    assert table[aten.neg.default].unordered
+    assert table[aten.abs.default].unordered
 
 
 def test_a_name_listed_twice_in_one_table_is_an_error() -> None:

@@ -19,6 +19,14 @@ def test_communicators_know_their_ranks() -> None:
     assert [mesh.comm((1, 0)).ranks for mesh in meshes] == [(0, 2, 1, 3)] * 4
 
 
+def test_every_rank_begins_with_the_seed() -> None:
+    meshes = thread_meshes((2,))
+    for seed in (0, 5):
+        expected = torch.rand(3, generator=torch.Generator().manual_seed(seed))
+        for drawn in on_threads([partial(torch.rand, 3)] * 2, meshes, seed):
+            assert torch.equal(drawn, expected)
+
+
 def test_reductions_over_different_axes_do_not_travel_together() -> None:
     def reduced(mesh: DeviceMesh) -> list[float]:
         row, column = mesh.get_coordinate() or (0, 0)

@@ -95,6 +95,11 @@ def test_members_agree_on_names_whatever_else_they_are_in() -> None:
     assert rank_pool(4).run(_uneven_memberships) == [2, 0, 0, 2]
 
 
+@on_ranks(2)
+def test_communicators_know_whether_gloo_sends_their_tensors() -> None:
+    assert comm_over((0, 1)).on_gloo
+
+
 @on_ranks(4)
 def test_cycles_of_init_and_destroy_leave_nothing() -> None:
     old: list[Any] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -303,6 +304,49 @@ def test_dtypes_of_moves_and_of_their_gradients() -> None:
         return [y[0].item(), x.grad[0].item()]
 
     assert simulate_ranks(abstract_mesh((2,), ("tp",)), rounded)[1] == [512, 512]
+
+
+@pytest.mark.parametrize(
+    ("name", "src", "dst"),
+    [
+        ("all_reduce", P, R),
+        ("all_gather", S(0), R),
+        ("reduce_scatter", P, S(0)),
+        ("all_to_all", S(0), S(1)),
+        ("unshard", S(0), R),
+        ("redistribute", P, R),
+        ("redistribute", S(0), I),
+        ("redistribute", P, S(0)),
+        ("redistribute", S(0), S(1)),
+        ("redistribute", R, S(0)),
+        ("convert", R, S(0)),
+        ("shard", R, S(0)),
+    ],
+)
+def test_every_move_takes_dtypes(name: str, src: Any, dst: Any) -> None:
+    # no move with these options had a test, except all_reduce and all_gather
+    low = torch.bfloat16
+
+    def rounded(mesh: DeviceMesh) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        move = partial(getattr(spmd, name), axis="tp", src=src, dst=dst)
+        backward = {"op_dtype": low}
+        # 257 is 256 in bfloat16
+        x = torch.full((2, 2), 257.0, requires_grad=True)
+        with spmd.set_current_mesh(mesh), torch.enable_grad():
+            wide = move(x, out_dtype=torch.float64, backward_options=backward)
+            narrow = move(x, op_dtype=low, backward_options=backward)
+            both = move(x, op_dtype=low, out_dtype=torch.float32, backward_options=backward)
+            (both * 257).sum().backward()
+        assert x.grad is not None
+        return wide, narrow, both, x.grad
+
+    for wide, narrow, both, grad in simulate_ranks(abstract_mesh((2,), ("tp",)), rounded):
+        assert wide.dtype is torch.float64
+        assert not (wide % 257).any()
+        assert narrow.dtype is low
+        assert both.dtype is torch.float32
+        assert not (both % 256).any()
+        assert not (grad % 256).any()
 
 
 def test_gradients_of_gradients() -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import shoal_spmd_types as spmd
 from shoal_mesh import DeviceMesh, abstract_mesh, init_device_mesh
 from shoal_mesh.testing import fake_world
-from shoal_spmd_types import I, P, PartitionSpec, R, S, SpmdTypeError, V
+from shoal_spmd_types import I, P, PartitionSpec, R, S, SpmdType, SpmdTypeError, V
 
 TP = 4
 
@@ -148,6 +148,9 @@ def test_partition_specs_order_the_axes_of_a_dim() -> None:
         x = torch.empty(2, 3, 8, device="meta")
         spmd.assert_type(x, {}, PartitionSpec("dp", None, "tp"))
         assert repr(spmd.get_partition_spec(x)) == "PartitionSpec(dp, None, tp)"
+        same = SpmdType({}, PartitionSpec("dp", None, "tp"))
+        z = spmd.assert_type(torch.empty(2, 3, 8, device="meta"), same)
+        assert spmd.get_partition_spec(z) == spmd.get_partition_spec(x)
         y = spmd.assert_type(torch.empty(2, 3, 8, device="meta"), {"dp": S(0), "tp": S(2)})
         assert spmd.get_partition_spec(x) == spmd.get_partition_spec(y)
         with pytest.raises(SpmdTypeError, match="order"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -77,24 +78,26 @@ def test_nll_kl_and_log_probabilities(classes: int) -> None:
     target = torch.randint(classes, (5,))
     weight = torch.rand(classes, dtype=torch.double)
     target[1] = -100
+    tokens = target.clamp(min=0)
     ours: dict[str, Any] = {
-        "nll": lambda x: losses.nll_loss(x, target, weight),
-        "kl": lambda x: losses.kl_div(x, sharded(teacher, 1)[0].detach()),
-        "log_prob": lambda x: losses.log_prob(x, target.clamp(min=0)).square().sum(),
+        "nll": lambda x, _, vocab: losses.nll_loss(x, target, weight, vocab=vocab),
+        "kl": lambda x, shard, vocab: losses.kl_div(x, shard.detach(), vocab=vocab),
+        "log_prob": lambda x, _, vocab: losses.log_prob(x, tokens, vocab=vocab).square().sum(),
     }
     theirs: dict[str, Any] = {
         "nll": lambda x: functional.nll_loss(x, target, weight),
         "kl": lambda x: functional.kl_div(
             x.log_softmax(1), teacher.softmax(1), reduction="batchmean"
         ),
-        "log_prob": lambda x: (
-            x.log_softmax(1).gather(1, target.clamp(min=0)[:, None]).square().sum()
-        ),
+        "log_prob": lambda x: x.log_softmax(1).gather(1, tokens[:, None]).square().sum(),
     }
-    for name, run in ours.items():
-        x, _ = sharded(full, 1)
+    # plain local logits were only given to cross_entropy and log_softmax
+    for name, is_plain in product(ours, (False, True)):
+        x, vocab = sharded(full, 1, is_plain)
+        shard_of_teacher, _ = sharded(teacher, 1, is_plain)
         full.grad = None
-        loss, expected = run(x), theirs[name](full)
+        loss = ours[name](x, shard_of_teacher, vocab)
+        expected = theirs[name](full)
         torch.testing.assert_close(loss, expected, msg=naming(name))
         loss.backward()
         expected.backward()

@@ -15,6 +15,7 @@ from shoal_mesh import abstract_mesh, init_device_mesh
 from shoal_mesh.testing import fake_world
 from shoal_tp_styles import (
     ColwiseParallel,
+    Heads,
     LoRA,
     ModuleSharding,
     PackedColwiseParallel,
@@ -26,6 +27,16 @@ from shoal_tp_styles import (
 )
 from shoal_tp_styles.modules.sharded_linear import ColumnLinear
 from shoal_tp_styles.sharding.module_kinds import TransposedLinear, keeps_forward, kinds_of
+from shoal_tp_styles.sharding.module_sharding import HeadShard
+
+
+def test_plain_features_are_divided_as_by_chunk() -> None:
+    # as heads, 5 units are divided as equally as possible
+    assert HeadShard(0, Heads(5, 2)).on(4) == Shard(0, sizes=(4, 2, 2, 2))
+    features = Heads(5, 2, chunked=True)
+    assert HeadShard(0, features).on(4) == Shard(0, multiple_of=2)
+    assert Heads(2, 1).replicated(4)
+    assert not Heads(2, 1, chunked=True).replicated(4)
 
 
 class Subclass(nn.Linear):

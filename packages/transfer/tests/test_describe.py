@@ -125,6 +125,9 @@ def test_tensors_of_each_rank_by_themselves() -> None:
     manifest = describe(model, per_rank=True, world="server")
     assert manifest.shapes == {"weight@0": (3, 2), "weight@1": (4, 2)}
     assert manifest.world == "server"
+    # a second description of the model, as a transfer makes it, must have the same names
+    assert manifest.per_rank
+    assert Manifest.from_json(manifest.to_json()) == manifest
     with pytest.raises(ManifestError, match=r"ranks \[1\] have 'weight' as \(4, 2\)"):
         describe(model)
 
@@ -163,6 +166,15 @@ def test_files(tmp_path: Path) -> None:
     (tmp_path / "not").write_bytes(b"x" * 20)
     with pytest.raises(ManifestError, match="is not a safetensors file"):
         describe_files([tmp_path / "not"])
+
+
+def test_names_of_a_model_are_changed() -> None:
+    rename = {"weight": "w"}
+    manifest = describe(nn.Linear(2, 2), rename=rename)
+    assert [*manifest.tensors] == ["w", "bias"]
+    assert manifest.rename == rename
+    assert not manifest.per_rank
+    assert Manifest.from_json(manifest.to_json()) == manifest
 
 
 def test_layouts_are_shared_and_versions_checked() -> None:
