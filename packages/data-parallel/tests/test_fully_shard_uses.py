@@ -796,3 +796,45 @@ def test_parameters_beside_dtensors_get_the_whole_gradient(kind: str) -> None:
     for param, other in zip(model.parameters(), alone.parameters(), strict=True):
         got: Any = param.grad
         torch.testing.assert_close(full_tensor(got), other.grad)
+
+
+class Doubled(nn.Module):
+    """A module whose instances have a forward of their own, around that of the class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop = nn.Linear(4, 4), nn.Dropout(0.5)
+        self.factor = 2.0
+        inside = self.forward
+        self.forward = lambda x: self.factor * inside(x)  # type: ignore[method-assign]  # as programs do
+
+    def forward(self, x: Tensor) -> Any:
+        return self.drop(self.layer(x))
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@on_ranks(2)
+def test_forwards_that_instances_have_are_called(trains: bool) -> None:
+    plain, model = twins(lambda: Doubled().double())
+    fully_shard(model, mesh_of(2, 1)["data"])
+    for one in (plain, model):
+        one.train(trains)
+        torch.manual_seed(1)
+        rows = torch.ones(4, 4, dtype=torch.float64)
+        one(rows if one is plain else own(mesh_of(2, 1), rows)[0]).sum().backward()
+    expected = plain.layer.weight.grad / 2
+    torch.testing.assert_close(full(model.layer.weight.grad), expected)
+
+
+@on_ranks(2)
+def test_copies_and_pickles_keep_the_forwards_of_instances() -> None:
+    model = Doubled().double().eval()
+    model.forward = partial(_tripled, model)  # type: ignore[method-assign]  # as programs do
+    fully_shard(model, mesh_of(2, 1)["data"])
+    rows = torch.ones(2, 4, dtype=torch.float64)
+    for one in (model, copy.deepcopy(model), pickled(model)):
+        torch.testing.assert_close(one(rows), 3 * one.layer(rows))
+
+
+def _tripled(model: Any, x: Tensor) -> Any:
+    return 3 * model.layer(x)

@@ -53,7 +53,10 @@ def watch_draws(root: nn.Module, batch_axes: DeviceMesh | None = None) -> None:
     for module in [*root.modules()]:
         drawers_inside = [child for child in module.modules() if child in drawers]
         if drawers_inside:
-            region = DrawRegion(module, forward_of(module), drawers_inside, meshes, batch=batch)
+            inner = forward_of(module)
+            # a program may have replaced the forward of the class in this instance
+            own = vars(module).get("forward") if inner is None else None
+            region = DrawRegion(module, inner, drawers_inside, meshes, batch=batch, own=own)
             set_forward(module, region)
 
 
@@ -63,12 +66,14 @@ def unwatch_draws(root: nn.Module) -> None:
         region = forward_of(module)
         if isinstance(region, DrawRegion):
             set_forward(module, region.inner)
+            if region.own is not None:
+                module.__dict__["forward"] = region.own
 
 
 class DrawRegion(ModuleForward):
     """The forward of a module under which code may draw."""
 
-    __slots__ = ("arrived", "batch", "drawers", "meshes")
+    __slots__ = ("arrived", "batch", "drawers", "meshes", "own")
 
     sampling: ClassVar[Literal["watched"]] = "watched"
 
@@ -79,8 +84,11 @@ class DrawRegion(ModuleForward):
         drawers: list[nn.Module],
         meshes: Sequence[DeviceMesh],
         batch: DeviceMesh | None,
+        own: Callable[..., Any] | None = None,
     ) -> None:
         super().__init__(module, meshes[0], inner)
+        # the forward that the program has given to this instance; None for the one of its class
+        self.own: Callable[..., Any] | None = own
         self.drawers: list[nn.Module] = drawers  # the modules whose code may draw
         # the axes that shard activations of the tree, each as a mesh of one axis
         self.meshes: tuple[DeviceMesh, ...] = tuple(meshes)
@@ -94,11 +102,13 @@ class DrawRegion(ModuleForward):
         return "random numbers as on one device"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return DrawRegion, (self.module, self.inner, self.drawers, self.meshes, self.batch)
+        state = (self.module, self.inner, self.drawers, self.meshes, self.batch, self.own)
+        return DrawRegion, state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         clone = super().__deepcopy__(memo)
         clone.drawers = deepcopy(self.drawers, memo)
+        clone.own = deepcopy(self.own, memo)
         clone.arrived = {}
         return clone
 
@@ -120,6 +130,8 @@ class DrawRegion(ModuleForward):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward, unwatched."""
         module = self.module
+        if self.own is not None:
+            return self.own(*args, **kwargs)
         if self.inner is None:
             return type(module).forward(module, *args, **kwargs)
         return self.inner(*args, **kwargs)
