@@ -439,3 +439,14 @@ def test_operators_without_a_rule_take_equal_operands() -> None:
         return kinds(twice(x))
 
     assert checked(run) == "{dp: R, tp: I}"
+
+
+def test_axes_of_one_rank_may_have_any_types() -> None:
+    mesh = abstract_mesh((1, 2, 1), ("dp", "tp", "cp"))
+    tensor = torch.empty(4, 4, device="meta")
+    with spmd.set_current_mesh(mesh), spmd.typecheck():
+        spmd.assert_tensor_type(tensor, {"dp": R, "tp": I, "cp": S(0)})
+        assert kinds(tensor) == "{tp: I}"
+        sharded = torch.empty(4, 4, device="meta")
+        spmd.assert_tensor_type(sharded, {"dp": R}, (("dp", "tp"), "cp"))
+        assert kinds(sharded) == "{tp: S(0)}"

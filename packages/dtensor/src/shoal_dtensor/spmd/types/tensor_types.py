@@ -152,6 +152,9 @@ def read_type(
     for axis_like, axis_type in types.items():
         axis = normalize_axis(axis_like)
         resolved = _checked(axis_like, axis_type, ndim)
+        # All axes of one rank are equal, but a mesh may have several, with other types.
+        if axis.size() == 1:
+            continue
         if by_axis.setdefault(axis, resolved) is not resolved:
             raise SpmdTypeError(
                 f"the axis {axis!r} is given twice, as {by_axis[axis]} and as {resolved}"
@@ -161,14 +164,8 @@ def read_type(
         order = _read_spec(by_axis, ndim, spec)
     else:
         _check_single_axes(by_axis)
-    ordered = _in_mesh_order(by_axis)
-    active = {axis: axis_type for axis, axis_type in ordered.items() if axis.size() > 1}
-    kept: list[tuple[int, tuple[MeshAxis, ...]]] = []
-    for dim, axes in order:
-        several = tuple([axis for axis in axes if axis.size() > 1])
-        if len(several) > 1:
-            kept.append((dim, several))
-    return TensorType(active, tuple(kept))
+    kept = [(dim, axes) for dim, axes in order if len(axes) > 1]
+    return TensorType(_in_mesh_order(by_axis), tuple(kept))
 
 
 def _checked(axis: AxisLike, axis_type: AnyAxisType, ndim: int) -> AnyAxisType:
@@ -208,7 +205,8 @@ def _read_spec(by_axis: dict[MeshAxis, AnyAxisType], ndim: int, spec: Sequence[A
     order = []
     seen: set[MeshAxis] = set()
     for dim, entry in enumerate(spec):
-        axes = tuple([normalize_axis(axis) for axis in axes_of_entry(entry)])
+        named = [normalize_axis(axis) for axis in axes_of_entry(entry)]
+        axes = tuple([axis for axis in named if axis.size() > 1])
         for axis in axes:
             if axis in seen:
                 raise SpmdTypeError(f"{spec!r} names the axis {axis!r} twice")
@@ -227,7 +225,7 @@ def _check_single_axes(by_axis: Mapping[MeshAxis, AnyAxisType]) -> None:
     """Raise an error if several axes shard one dim, because their order is unknown."""
     sharding: dict[int, MeshAxis] = {}
     for axis, axis_type in by_axis.items():
-        if not isinstance(axis_type, Shard) or axis.size() == 1:
+        if not isinstance(axis_type, Shard):
             continue
         other = sharding.setdefault(axis_type.dim, axis)
         if other != axis:
