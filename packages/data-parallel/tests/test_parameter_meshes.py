@@ -34,6 +34,7 @@ from shoal_data_parallel import (
     LayoutError,
     ShardPlacementResult,
     fully_shard,
+    mesh_info,
 )
 from shoal_data_parallel.units.unit import units_of
 from shoal_dtensor import DTensor, Replicate, Shard
@@ -320,6 +321,21 @@ def test_axes_have_names_on_a_larger_mesh() -> None:
     plain(rows).square().mean().backward()
     model(rows.chunk(4)[dist.get_rank()]).square().mean().backward()
     same_gradients(plain, model)
+
+
+def test_data_axes_of_a_mesh(world: DeviceMesh) -> None:
+    """The function has the meaning of the arguments of `fully_shard`."""
+    both = mesh_info(world)
+    assert isinstance(both, HSDPMeshInfo)
+    assert (both.shard_mesh_dim, both.replicate_mesh_dim) == (1, 0)
+    one = mesh_info(world["shards"])
+    assert type(one) is FSDPMeshInfo
+    assert one.axes.ranks_of_shards == 2
+    named = mesh_info(world, DataParallelMeshDims(shard=("copies", "shards")))
+    assert named.is_spmd_mesh
+    assert named.axes.ranks_of_shards == 4
+    with pytest.raises(LayoutError, match="expected one or two data axes"):
+        mesh_info(world.unflatten(0, (1, 2), ("more", "copies")))
 
 
 @pytest.fixture

@@ -16,7 +16,12 @@ from .fully_shard import fully_shard
 from .gradients.communication import AllGather, ReduceScatter
 from .gradients.equal_rows import EqualRowsWarning
 from .owned_shards import owned_shards
-from .parameters.parameter_meshes import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from .parameters.parameter_meshes import (
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    ShardPlacementResult,
+    mesh_info,
+)
 from .parameters.policies import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -47,6 +52,7 @@ __all__ = [
     "UnsupportedModuleError",
     "__version__",
     "fully_shard",
+    "mesh_info",
     "owned_shards",
     "prepare_pipeline",
     "reduce_after_last_microbatch",

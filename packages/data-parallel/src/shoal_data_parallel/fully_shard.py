@@ -111,7 +111,10 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
         ignored_params: parameters that stay as they are.
         dp_mesh_dims: the data axes in `mesh`. Modules then see parameters that are DTensors
             replicated over the data axes. A loss that is a DTensor of all ranks counts once; losses
-            that each rank computes from `to_local()` are averaged.
+            that each rank computes from `to_local()` are averaged. Plain parameters with types on
+            the other axes (`shoal_spmd_types.assert_type`) are sharded like DTensors of these
+            types, and modules see plain tensors; gradients of parameters of type R are summed over
+            these axes, too.
         shard_optimizer: shard the parameters that the optimizer updates, and so gradients and the
             optimizer's state, over the replicas too. Parameters are gathered over the replicas once
             after each step, and a rank keeps the shards that all replicas have. `sizes` of a
@@ -123,7 +126,8 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
         LayoutError: if the mesh has more than two axes, if `reshard_after_forward` does not divide
             the number of ranks that shard, or is a number together with `shard_optimizer`, if the
             module is sharded already or has no forward, or if a parameter is placed on a data axis,
-            partial, or replicated by `replicate`.
+            partial, or replicated by `replicate`; or if a parameter with types has none on an axis
+            of the mesh, or one that no layout has.
         StyleError: if parameters have gradients, or are tensors of tensors, as quantized weights
             are, without the methods `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
         TiedWeightError: if a parameter is shared with a module outside of this unit that is a unit

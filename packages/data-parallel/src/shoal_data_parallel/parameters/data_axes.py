@@ -19,8 +19,10 @@ class DataAxes:
     mesh: DeviceMesh  # the mesh of these axes alone
     # this many of the last axes shard parameters; the other axes hold replicas
     num_sharding_axes: int = 1
-    # the names that these axes have in a mesh on which parameters are DTensors (`dp_mesh_dims`)
+    # the names that these axes have in a mesh on which parameters are DTensors (`dp_mesh_dims`),
+    # and this mesh
     names: tuple[str, ...] = ()
+    spmd_mesh: DeviceMesh | None = None
     # whether the axis of replicas shards the leaves too: each replica then updates a part of the
     # shards that all replicas have
     shards_over_replicas: bool = False

@@ -213,14 +213,46 @@ class MeshAssignment:
     def _known(self, asked: DataAxes) -> DataAxes:
         """Return the object for these axes: an earlier parameter's if it is equal, or this one."""
         for axes in self._axes:
-            if (axes.mesh, axes.num_sharding_axes, axes.names) == (
-                asked.mesh,
-                asked.num_sharding_axes,
-                asked.names,
-            ):
+            if _identity(axes) == _identity(asked):
                 return axes
         self._axes.append(asked)
         return asked
+
+
+def _identity(axes: DataAxes) -> tuple[object, ...]:
+    """Return what is equal for equal axes."""
+    return axes.mesh, axes.num_sharding_axes, axes.names, axes.spmd_mesh
+
+
+def mesh_info(mesh: DeviceMesh, dp_mesh_dims: DataParallelMeshDims | None = None) -> FSDPMeshInfo:
+    """Return the data axes in a mesh, as `fully_shard` with the same two arguments takes them.
+
+    Args:
+        mesh: the mesh with the axes: one axis to shard over, or an axis of replicas before it.
+        dp_mesh_dims: names of the data axes, if the mesh has other axes too.
+
+    Raises:
+        LayoutError: if the mesh has more than two axes, and none are named.
+
+    Example:
+        >>> from shoal_mesh import init_device_mesh
+        >>> from shoal_mesh.testing import fake_world
+        >>> with fake_world(8):
+        ...     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("hosts", "data"))
+        ...     info = mesh_info(mesh)
+        ...     info.axes.ranks_of_shards, info.replicate_mesh_dim
+        (4, 0)
+    """
+    if dp_mesh_dims is not None:
+        return FSDPMeshInfo(mesh, dp_mesh_dims=dp_mesh_dims, spmd_mesh=mesh)
+    if mesh.ndim > 2:
+        raise LayoutError(
+            f"mesh_info: expected one or two data axes, got {mesh!r}; pass them as mesh['data'], "
+            "or name them in dp_mesh_dims"
+        )
+    if mesh.ndim == 1:
+        return FSDPMeshInfo(mesh, shard_mesh_dim=0)
+    return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
 
 
 def data_axes_of(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataAxes:
@@ -243,4 +275,6 @@ def data_axes_of(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataAxes:
         if group
     ]
     joined = parts[0] if len(parts) == 1 else DeviceMesh.concatenate(parts)
-    return DataAxes(joined, num_sharding_axes=1 if dims.shard_names else 0, names=names)
+    return DataAxes(
+        joined, num_sharding_axes=1 if dims.shard_names else 0, names=names, spmd_mesh=mesh
+    )

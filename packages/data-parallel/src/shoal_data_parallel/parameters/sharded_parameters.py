@@ -34,6 +34,7 @@ from shoal_dtensor.internal import (
 from shoal_mesh import DeviceMesh, purpose
 
 from .data_axes import DataAxes
+from .declared_layouts import DeclaredLayout, declared_layout
 from .gather_extensions import GatherExtension, extension_of, has_extension
 from .leaf_checks import check_leaf
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -64,6 +65,8 @@ class ShardedParameter:
     # the layout on the axes of the styles alone; None without styles. `inner` is either this layout,
     # or its layout on a mesh that also has the data axes
     styled: Spec | None = None
+    # the layouts that types declare for a plain parameter; `styled` is then the parameter's
+    declared: DeclaredLayout | None = None
     # with `reshard_after_forward=<int>`: the layout of the larger shards after a forward, over a
     # small group of ranks, and the layout gathered in the group
     after_forward: tuple[Spec, Spec] | None = None
@@ -77,6 +80,8 @@ class ShardedParameter:
     @property
     def partial(self) -> Spec:
         """The layout of gradients before their reduction over the data axes."""
+        if self.declared is not None:
+            return _partial_over_data(self.reduced, self.declared.gradient)
         return _partial_over_data(
             self.reduced, self.styled.placements if self.styled is not None else ()
         )
@@ -279,8 +284,9 @@ def shard_parameter(
     """Return a parameter that is sharded over the data axes, too.
 
     The parameter may be plain, or a DTensor on the axes of styles, whose local tensor is then
-    sharded. `placement` has the dim to shard, by default the first. With `view` the shard may share
-    the parameter's memory.
+    sharded. A plain parameter with types is sharded like a DTensor of its `declared_layout`.
+    `placement` has the dim to shard, by default the first. With `view` the shard may share the
+    parameter's memory.
     """
     precision = policies[0].for_parameter(param)
     offload = policies[1]
@@ -292,6 +298,9 @@ def shard_parameter(
             "axes; that is for parameters on no other axes"
         )
     styled = None if inner is None else _without_data_axes(inner, axes)
+    declared = declared_layout(param, axes)
+    if declared is not None:
+        styled = declared.parameter
     resting, gathered = _layouts(param, axes, styled, placement)
 
     def rows(tensor: Tensor) -> DTensor:
@@ -318,6 +327,7 @@ def shard_parameter(
         inner=inner,
         reduced=resting,
         styled=styled,
+        declared=declared,
         precision=precision,
         shared=_shared_layout(param, axes, styled, placement),
         extension=extension,
@@ -446,7 +456,9 @@ def _layouts(
     shard = (asked or Shard(0)) if param.ndim else Replicate()  # a number stays replicated
     placements = axes.placements(shard)
     whole = [Replicate()] * axes.mesh.ndim
-    meta = param.shape, None, param.dtype
+    # a plain parameter with types is a shard of the shape of `inner`
+    shape = param.shape if inner is None else inner.shape
+    meta = shape, None, param.dtype
     if inner is None:
         order_of_axes = None
         if axes.shards_over_replicas and isinstance(shard, Shard):

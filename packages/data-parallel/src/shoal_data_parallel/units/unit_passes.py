@@ -290,7 +290,8 @@ def _enter(unit: Unit, *, private: bool) -> Forward:
             install_switch(view, GradientSwitch(unit.parameters[i], view))
     if types_are_checked():
         for parameter, view in zip(unit.parameters, views, strict=True):
-            declare_whole(unit.axes.mesh, parameter.leaf, view)
+            declared = None if parameter.declared is None else parameter.declared.type
+            declare_whole(unit.axes.mesh, parameter.leaf, view, declared)
     if not private:
         unit.used = forward
     unit.expose(views)
