@@ -43,6 +43,31 @@ REWRITTEN = {
         "from torch.distributed.checkpoint.state_dict import StateDictOptions\n"
         "from shoal_dtensor import get_model_state_dict\n"
     ),
+    "from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info\n": (
+        "from shoal_data_parallel import mesh_info as _get_mesh_info\n"
+    ),
+    "import torch.distributed.fsdp._fully_shard._fsdp_init as init\ninit._get_mesh_info(m)\n": (
+        "import shoal_data_parallel\nimport torch.distributed.fsdp._fully_shard._fsdp_init as init\n"
+        "shoal_data_parallel.mesh_info(m)\n"
+    ),
+}
+COLLECTIVES = """
+import torch.distributed._functional_collectives as funcol
+
+def total(x, group, mesh: "DeviceMesh | None", *, world: DeviceMesh):
+    def inner():
+        return funcol.all_gather_tensor(x, 0, (mesh, 1))
+    other(x, group=mesh)
+    return funcol.all_reduce(x, "sum", group=mesh), funcol.broadcast(x, 0, world), funcol.wait(group)
+"""
+# whole imports of the package of types, if the package that takes its place is installed
+TYPES = {
+    "import spmd_types as spmd  # why\nspmd.S(0)\n": "import shoal_spmd_types as spmd  # why\nspmd.S(0)\n",
+    "import spmd_types\n": "import shoal_spmd_types as spmd_types\n",
+    "import os, spmd_types.types, spmd_types.runtime as run\n": (
+        "import os, shoal_spmd_types as spmd_types, shoal_spmd_types.types, shoal_spmd_types.runtime as run\n"
+    ),
+    "from spmd_types.checker import typecheck as check\n": "from shoal_spmd_types import typecheck as check\n",
 }
 
 
@@ -51,6 +76,27 @@ def test_imports_and_dotted_names_are_rewritten(old: str) -> None:
     new = migrate(old)
     assert new.text == REWRITTEN[old] and not new.left
     assert migrate(new.text).text == new.text
+
+
+def test_functional_collectives_take_the_groups_of_meshes() -> None:
+    found = migrate(COLLECTIVES)
+    assert not found.left
+    expected = COLLECTIVES.replace("(mesh, 1)", "mesh.get_group(1)")
+    expected = expected.replace('"sum", group=mesh', '"sum", group=mesh.get_group()')
+    assert found.text == expected.replace("x, 0, world", "x, 0, world.get_group()")
+
+
+@pytest.mark.parametrize("old", TYPES)
+def test_imports_of_types_are_rewritten(old: str) -> None:
+    found = migrate(old)
+    if find_spec("shoal_spmd_types") is None:  # where this layer is tested alone
+        assert found.text == old
+        assert "shoal_spmd_types" in found.left[0][1]
+        return
+    assert found == (TYPES[old], [])
+    lacking = migrate("import spmd_types as spmd\nspmd.nonsense(x)\n")
+    assert lacking.text.startswith("import shoal_spmd_types as spmd")
+    assert lacking.left == [(2, "spmd_types.nonsense: no package of shoal has this name")]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """`python -m shoal_dtensor.migrate PATH`: rewrites imports of torch's stack to imports of shoal.
 
+Imports of the public package spmd_types become imports of shoal_spmd_types.
+
 By default no file is changed, and a diff is printed. `--write` rewrites the files. Names that no
 package of shoal has, and imports that cannot be rewritten automatically, are listed by file and
 line for a person to decide about.
@@ -14,6 +16,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -36,11 +39,20 @@ _LAYERS: dict[str, tuple[tuple[str, ...], bool]] = {
     "torch.distributed.fsdp": (("shoal_data_parallel",), False),
     "torch.distributed.checkpoint.state_dict": (("shoal_dtensor",), True),
     "torch.utils._debug_mode": (("shoal_dtensor",), True),
+    "spmd_types": (("shoal_spmd_types",), False),
+}
+# packages that are imported whole, `import spmd_types as spmd`, and the packages in their place
+_PACKAGES = {"spmd_types": "shoal_spmd_types"}
+# private names of torch, and the public functions of shoal in their place
+_RENAMED = {
+    "torch.distributed.fsdp._fully_shard._fsdp_init._get_mesh_info": "shoal_data_parallel.mesh_info",
 }
 # names of torch.distributed that shoal_mesh has; its other names belong to c10d and stay
 _MESH_NAMES = {"DeviceMesh", "init_device_mesh"}
 # names that can be imported although `__all__` does not list them
 _UNLISTED = {"shoal_mesh._mesh_resources", "shoal_dtensor._StridedShard"}
+# torch's functional collectives take a group, or a mesh of torch's own class
+_FUNCTIONAL = "torch.distributed._functional_collectives"
 # private attributes, and what to use instead
 _PRIVATE = {"_op_dispatcher": "cache_info, explain, register_rule"}
 # methods of sharded modules that shoal refuses, and their replacements
@@ -83,17 +95,22 @@ def _is_module(dotted: str) -> bool:
 class _Home(NamedTuple):
     """The layer that has a name of a module of torch, or a question for a person.
 
-    Both are empty if the name stays torch's.
+    Both are empty if the name stays torch's. `name` is the name in the layer, if it is another one.
     """
 
     layer: str = ""
     question: str = ""
+    name: str = ""
 
 
 @cache
 def _find(module: str, name: str) -> _Home:
     """Return the home of a name of a module of torch."""
     root = _root_of(module)
+    renamed = _RENAMED.get(f"{module}.{name}", "")
+    if renamed:
+        layer, _, new_name = renamed.rpartition(".")
+        return _Home(layer, name=new_name)
     if not root or _is_module(f"{module}.{name}"):
         is_mesh_name = module == "torch.distributed" and name in _MESH_NAMES
         return _Home("shoal_mesh" if is_mesh_name else "")
@@ -137,7 +154,7 @@ class Finding(NamedTuple):
 
 
 def _findings(tree: ast.AST, text: str) -> Iterator[Finding]:
-    """Yield the findings for every `from torch... import ...` and for every dotted name of torch.
+    """Yield the findings for imports of torch and spmd_types, and for dotted names of theirs.
 
     Comments inside import statements are kept.
     """
@@ -149,6 +166,7 @@ def _findings(tree: ast.AST, text: str) -> Iterator[Finding]:
             for alias in node.names:
                 top, _, _ = alias.name.partition(".")
                 modules[alias.asname or top] = alias.name if alias.asname else top
+            yield from _findings_in_package_import(node)
         elif isinstance(node, ast.ImportFrom) and not node.level:
             for alias in node.names:
                 name = f"{node.module}.{alias.name}"
@@ -158,6 +176,37 @@ def _findings(tree: ast.AST, text: str) -> Iterator[Finding]:
     for node in nodes:
         if isinstance(node, ast.Attribute):
             yield from _findings_in_name(node, modules)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from _findings_in_collectives(node, modules)
+
+
+def _findings_in_package_import(node: ast.Import) -> Iterator[Finding]:
+    """Yield the new text of one `import spmd_types as spmd`: names in the file stay as they are."""
+    if not any(_package_of(alias.name) for alias in node.names):
+        return
+    names = []
+    for alias in node.names:
+        package = _package_of(alias.name)
+        if not package:
+            names.append(ast.unparse(alias))
+            continue
+        home = _PACKAGES[package]
+        if find_spec(home) is None:
+            yield Finding(node, question=f"{package}: its names are in {home}: install it")
+            return
+        if alias.asname:
+            names.append(f"{home}{alias.name.removeprefix(package)} as {alias.asname}")
+            continue
+        names.append(f"{home} as {package}")
+        if alias.name != package:
+            names.append(f"{home}{alias.name.removeprefix(package)}")
+    yield Finding(node, f"import {', '.join(dict.fromkeys(names))}")
+
+
+def _package_of(module: str) -> str:
+    """Return the package that has another name in shoal and contains a module; "" if none does."""
+    top, _, _ = module.partition(".")
+    return top if top in _PACKAGES else ""
 
 
 def _findings_in_import(node: ast.ImportFrom, text: str) -> Iterator[Finding]:
@@ -166,7 +215,10 @@ def _findings_in_import(node: ast.ImportFrom, text: str) -> Iterator[Finding]:
     names_from = dict[str, list[str]]()
     for alias in node.names:
         home = _find(module, alias.name)
-        names_from.setdefault(home.layer or module, []).append(ast.unparse(alias))
+        imported = ast.unparse(alias)
+        if home.name:
+            imported = f"{home.name} as {alias.asname or alias.name}"
+        names_from.setdefault(home.layer or module, []).append(imported)
         yield Finding(node, question=home.question)
     if set(names_from) == {module}:
         return
@@ -188,7 +240,42 @@ def _findings_in_name(node: ast.Attribute, modules: Mapping[str, str]) -> Iterat
         yield Finding(node, question=f"{node.attr}: {_METHODS[node.attr]}")
     elif module in _LAYERS or _is_module(module):
         home = _find(module, name)
-        yield Finding(node, home.layer and f"{home.layer}.{name}", home.question)
+        # the import of a package is rewritten, and the file's name of it stays
+        is_rewritten = home.layer and not _package_of(module)
+        new = f"{home.layer}.{home.name or name}" if is_rewritten else ""
+        yield Finding(node, new, home.question)
+
+
+def _findings_in_collectives(
+    function: ast.FunctionDef | ast.AsyncFunctionDef, modules: Mapping[str, str]
+) -> Iterator[Finding]:
+    """Yield groups in place of the meshes that a function passes to functional collectives.
+
+    A parameter of the function that is annotated as a DeviceMesh is a mesh: `group=mesh` becomes
+    `group=mesh.get_group()`, and `(mesh, 0)` becomes `mesh.get_group(0)`.
+    """
+    parameters = (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
+    meshes = {
+        parameter.arg
+        for parameter in parameters
+        if parameter.annotation is not None
+        and re.search(r"\bDeviceMesh\b", ast.unparse(parameter.annotation))
+    }
+    for call in ast.walk(function):
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+            continue
+        owner = ast.unparse(call.func.value)
+        first, _, rest = owner.partition(".")
+        module = f"{modules.get(first, '')}.{rest}".removesuffix(".")
+        if module != _FUNCTIONAL:
+            continue
+        for value in (*call.args, *[keyword.value for keyword in call.keywords]):
+            if isinstance(value, ast.Name) and value.id in meshes:
+                yield Finding(value, f"{value.id}.get_group()")
+            elif isinstance(value, ast.Tuple) and len(value.elts) == 2:
+                mesh, axis = value.elts
+                if isinstance(mesh, ast.Name) and mesh.id in meshes:
+                    yield Finding(value, f"{mesh.id}.get_group({ast.unparse(axis)})")
 
 
 def migrate(text: str) -> Migrated:
@@ -229,7 +316,8 @@ def migrate(text: str) -> Migrated:
             if isinstance(node, ast.Attribute):
                 layer, _, _ = new.partition(".")
                 layers.add(layer)
-    for begin, end, new in sorted(edits, reverse=True):
+    # nested functions have the calls of their collectives twice
+    for begin, end, new in sorted({*edits}, reverse=True):
         source = source[:begin] + new.encode() + source[end:]
     return Migrated(_with_imports(source.decode(), layers), sorted(left))
 
