@@ -338,7 +338,7 @@ def hugging_face(session: nox.Session) -> None:
 
 @nox.session
 def torchtitan(session: nox.Session) -> None:
-    """Compare torchtitan's trainer on 4 and 8 ranks, and unchanged in the lab, with one process on torch."""
+    """Compare trainers of torchtitan 0.2 and 0.3, and 0.2's unchanged in the lab, with one process."""
     install(session, *STACK)
     # imported by torchtitan
     session.install("datasets", "tyro", "tensorboard", "einops", "pillow", "tomli")
@@ -349,6 +349,12 @@ def torchtitan(session: nox.Session) -> None:
         "python", "-m", "integration_tests.titan", str(folder), *session.posargs, env=RANKS_ENV
     )
     pytest(session, "-m", "slow", "integration_tests/test_libraries_in_lab.py")
+    # torchtitan 0.3 has another configuration and another trainer, and needs these packages too
+    newer = Path(session.create_tmp()).resolve() / "torchtitan_0_3"
+    packages = ("torchtitan==0.3.0", "spmd_types==0.2.3", "torch_checkpointing")
+    session.install("--no-deps", "--target", str(newer), *packages)
+    session.env["TORCHTITAN_0_3"] = str(newer)
+    pytest(session, "-m", "slow", "integration_tests/test_torchtitan_0_3.py")
 
 
 @nox.session(venv_backend="none")

@@ -27,7 +27,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
@@ -73,12 +73,6 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 
 # What the command leaves to a person: (file, line as it is, line as it has to be).
 BY_HAND = (
-    (
-        # torch's functional collectives take torch's mesh, or a group
-        "distributed/utils.py",
-        "    return funcol.all_reduce(x, reduceOp=reduceOp, group=mesh).item()",
-        "    return funcol.all_reduce(x, reduceOp=reduceOp, group=mesh.get_group()).item()",
-    ),
     (
         # the arguments of DistributedDataParallel
         "models/llama3/infra/parallelize.py",
@@ -134,7 +128,7 @@ MESHES: Mapping[str, tuple[int, Mapping[str, Any]]] = {
 }
 
 
-def migrated(source: Path, target: Path) -> int:
+def migrated(source: Path, target: Path, by_hand: Sequence[tuple[str, str, str]] = BY_HAND) -> int:
     """A copy of torchtitan with shoal's imports; returns the number of its lines that are new."""
     shutil.copytree(
         source, target / "torchtitan", ignore=shutil.ignore_patterns("__pycache__", "experiments")
@@ -144,7 +138,7 @@ def migrated(source: Path, target: Path) -> int:
     shutil.copy(source / "experiments" / "__init__.py", target / "torchtitan" / "experiments")
     command = [sys.executable, "-m", "shoal_dtensor.migrate", str(target / "torchtitan"), "--write"]
     subprocess.run(command, check=False, stdout=subprocess.DEVNULL)
-    for name, old, new in BY_HAND:
+    for name, old, new in by_hand:
         path = target / "torchtitan" / name
         text = path.read_text(encoding="utf-8")
         assert text.count(old) == 1, (name, old)
@@ -164,7 +158,9 @@ def changed_lines(old: Path, new: Path) -> int:
     return len(lines)
 
 
-def train(run: Run, ranks: int, work: Path) -> list[list[float]]:
+def train(
+    run: Run, ranks: int, work: Path, program: str = "integration_tests.titan_rank"
+) -> list[list[float]]:
     """(loss, norm, seconds) per step; raises with the last lines of a run that failed."""
     path = work / "run.json"
     path.write_text(json.dumps(asdict(run)), encoding="utf-8")
@@ -176,7 +172,7 @@ def train(run: Run, ranks: int, work: Path) -> list[list[float]]:
         f"--nproc-per-node={ranks}",
     ]
     done = subprocess.run(
-        [*launcher, "-m", "integration_tests.titan_rank", str(path)],
+        [*launcher, "-m", program, str(path)],
         cwd=ROOT,
         capture_output=True,
         text=True,
