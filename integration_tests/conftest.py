@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-# random specs, for hunts and sweeps; small models
-for package in ("dtensor", "tp-styles"):
+# random specs, for hunts and sweeps; small models; programs in forks
+for package in ("dtensor", "tp-styles", "mesh"):
     sys.path.insert(0, str(ROOT / "packages" / package / "tests" / "support"))
 sys.path.append(str(ROOT / "examples" / "llama"))  # the Llama
 

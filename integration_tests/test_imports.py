@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration_tests.processes import Program, outputs_of
 
+from forked_programs import Program, outputs_of
 from shoal_mesh.watch.recorder import LIBRARIES
 
 # 60 ms where torch itself takes 1.4 s: a share of torch's own import, for machines, and one

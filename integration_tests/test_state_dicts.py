@@ -6,8 +6,7 @@ Covers: shoal_dtensor/api/state_dicts.py, shoal_dtensor/_torch/interception.py.
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
+import os
 from collections import UserDict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -19,6 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 import shoal_dtensor
+from forked_programs import Program, outputs_of
 from shoal_dtensor import (
     DTensor,
     Shard,
@@ -281,14 +281,11 @@ def test_torchs_own_functions_gather_and_shard(layout: str) -> None:
         )
 
 
-@pytest.mark.parametrize("first", ["torch", "shoal"])
-def test_torchs_functions_are_wrapped_whenever_they_are_imported(first: str) -> None:
-    """In a process of its own: before the first DTensor nothing is changed, afterwards an import is enough."""
-    program = {
-        "torch": "import torch.distributed.checkpoint.state_dict as api; import shoal_dtensor; made()",
-        "shoal": "import shoal_dtensor; made(); import torch.distributed.checkpoint.state_dict as api",
-    }[first]
-    text = f"""
+MADE_AND_IMPORTED = {
+    "torch": "import torch.distributed.checkpoint.state_dict as api; import shoal_dtensor; made()",
+    "shoal": "import shoal_dtensor; made(); import torch.distributed.checkpoint.state_dict as api",
+}
+BEFORE_FIRST = """
 import sys
 def made():
     before = list(sys.meta_path)
@@ -298,14 +295,19 @@ def made():
     assert not any('shoal' in type(each).__module__ for each in before), before
     with fake_world(2):
         shoal_dtensor.distribute_tensor(torch.ones(2), init_device_mesh('cpu', (2,)), src_data_rank=None)
-{program}
+"""
+AFTER_BOTH = """
 assert type(api._get_model_state_dict).__name__ == type(api._load_optim_state_dict).__name__ == 'partial'
 waiting = [each.module for each in sys.meta_path if 'shoal' in type(each).__module__]
 assert not [name for name in waiting if name in sys.modules], waiting
 assert not [name for name in waiting if name.startswith('torch.distributed')], waiting
 """
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", text], check=False)
-    assert done.returncode == 0
+
+
+def test_torchs_functions_are_wrapped_whenever_they_are_imported() -> None:
+    """In processes of their own: before the first DTensor nothing is changed, afterwards an import is enough."""
+    programs = [Program(BEFORE_FIRST + order + AFTER_BOTH) for order in MADE_AND_IMPORTED.values()]
+    assert outputs_of(programs, "-W", "ignore", environment=os.environ) == ["", ""]
 
 
 def test_the_names_and_arguments_are_those_of_torch() -> None:

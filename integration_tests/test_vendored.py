@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import os
 import re
 import shutil
@@ -11,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration_tests.processes import Program, outputs_of
+
+from forked_programs import Program, outputs_of
 
 HOST = "acme._vendor"
 SMOKE = {
@@ -142,19 +144,26 @@ def rewrite(folder: Path, tests: bool = False) -> None:
         path.write_text(text)
 
 
-def vendor(layer: Any, layers: Any, home: Path) -> Path:
-    """A host package in `home` that holds copies of the layer and of those below it."""
+@pytest.fixture(scope="module")
+def rewritten(layers: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a rewritten copy of every layer, compiled once for all programs."""
+    folder: Path = tmp_path_factory.mktemp("rewritten")
+    ignored = shutil.ignore_patterns("__pycache__")
+    for layer in layers:
+        shutil.copytree(layer.source, folder / layer.name, ignore=ignored)
+    rewrite(folder)
+    assert compileall.compile_dir(folder, quiet=1)
+    return folder
+
+
+def vendor(layer: Any, rewritten: Path, home: Path) -> None:
+    """Make a host package in `home` that holds copies of the layer and of those below it."""
     target = home / "acme" / "_vendor"
     target.mkdir(parents=True)
     (home / "acme" / "__init__.py").touch()
     (target / "__init__.py").touch()
-    for other in layers:
-        if other.name in (layer.name, *layer.below):
-            shutil.copytree(
-                other.source, target / other.name, ignore=shutil.ignore_patterns("__pycache__")
-            )
-    rewrite(target)
-    return target
+    for name in (layer.name, *layer.below):
+        shutil.copytree(rewritten / name, target / name)
 
 
 def run(home: Path, *args: str, timeout: float) -> str:
@@ -169,18 +178,22 @@ def run(home: Path, *args: str, timeout: float) -> str:
 
 
 @pytest.fixture(scope="module")
-def printed(layers: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, str]:
+def printed(
+    layers: Any, rewritten: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[Any, str]:
     """What a program that uses a copy of the layer prints, by layer."""
     programs = []
     for layer in layers:
         home = tmp_path_factory.mktemp(layer.folder)
-        vendor(layer, layers, home)
+        vendor(layer, rewritten, home)
         source = f"import acme._vendor.{layer.name}\n{SMOKE[layer.folder]}\n{ALONE}"
         programs.append(Program(source, folder=str(home)))
     environment = {**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
     return dict(zip(layers, outputs_of(programs, environment=environment), strict=True))
 
 
+# the first of them waits for the programs of all
+@pytest.mark.timeout(900)
 def test_a_copy_with_one_prefix_rewritten_works_without_the_original(
     layer: Any, printed: dict[Any, str]
 ) -> None:
@@ -205,9 +218,9 @@ OF_COPIES = (
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_whole_suite_of_the_layer_passes_in_the_copy(
-    layer: Any, layers: Any, root: Path, tmp_path: Path
+    layer: Any, rewritten: Path, root: Path, tmp_path: Path
 ) -> None:
-    vendor(layer, layers, tmp_path)
+    vendor(layer, rewritten, tmp_path)
     tests = tmp_path / "tests"
     shutil.copytree(layer.home / "tests", tests, ignore=shutil.ignore_patterns("__pycache__"))
     rewrite(tests, tests=True)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from concurrent.futures import Future
 
 import pytest
 import torch
 
+from forked_programs import Program, outputs_of
 from shoal_mesh import all_reduce, annotate_collectives, init_device_mesh
 from shoal_mesh.errors import MeshError
 from shoal_mesh.logs import log_from_environment
 from shoal_mesh.testing import fake_world
-from started_scripts import two_at_a_time
 
 PROGRAM = """
 import torch
@@ -25,31 +22,23 @@ with fake_world(2):
 """
 
 
-def stderr_of(log: str) -> str:
-    environment = {**os.environ, "SHOAL_LOG": log, "RANK": "1"}
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stderr
-
-
 @pytest.fixture(scope="module")
-def logged() -> dict[str, Future[str]]:
+def logged() -> dict[str, str]:
     """What is logged, by the topic that the environment asks for."""
-    return two_at_a_time(stderr_of, {topic: (topic,) for topic in ("collectives", "", "plans")})
+    topics = ("collectives", "", "plans")
+    programs = [Program(PROGRAM, variables={"SHOAL_LOG": topic, "RANK": "1"}) for topic in topics]
+    outputs = outputs_of(programs, "-W", "ignore", environment=os.environ)
+    return dict(zip(topics, outputs, strict=True))
 
 
-def test_collectives_are_logged_where_the_environment_asks(logged: dict[str, Future[str]]) -> None:
-    (line,) = logged["collectives"].result().splitlines()
+def test_collectives_are_logged_where_the_environment_asks(logged: dict[str, str]) -> None:
+    (line,) = logged["collectives"].splitlines()
     assert line.startswith("[rank 1] shoal.collectives: all_reduce sum [tp] (8,) 32 B in ")
 
 
-def test_nothing_is_logged_unasked(logged: dict[str, Future[str]]) -> None:
-    assert logged[""].result() == ""
-    assert logged["plans"].result() == ""
+def test_nothing_is_logged_unasked(logged: dict[str, str]) -> None:
+    assert logged[""] == ""
+    assert logged["plans"] == ""
 
 
 def test_an_unknown_topic_is_refused() -> None:
