@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import collective_programs as programs
 from shoal_mesh.errors import DeadlockError, LockstepError, MeshError, PeerError
+from shoal_mesh.lab.isolation.process_link import ProcessLink
 from shoal_mesh.local_ranks.pool import RankPool
 from shoal_mesh.testing import lab
 
@@ -83,7 +84,8 @@ def large_tensors() -> list[float]:
     size = dist.get_world_size()
     totals = []
     for step in range(6):
-        tensor = torch.full((50_000,), float(rank + step))
+        # 0.2 MB, which every rank reduces itself, or 0.4 MB, which one rank reduces for all
+        tensor = torch.full((50_000 * (1 + step % 2),), float(rank + step))
         work = dist.all_reduce(tensor, async_op=True)
         other = torch.zeros(size * 3_000)
         dist.all_gather_into_tensor(other, torch.full((3_000,), float(rank)))
@@ -96,6 +98,27 @@ def large_tensors() -> list[float]:
 def test_large_tensors(isolation: Any) -> None:
     expected = [6.0 + 4 * step + 6.0 for step in range(6)]
     assert lab(4, isolation).run(large_tensors) == [expected] * 4
+
+
+def reductions_for_all() -> list[int]:
+    """Count the all-reduces that this rank computes for the others, of 0.2 MB and of 0.4 MB."""
+    publish = ProcessLink._publish
+    published: list[int] = []
+
+    def counted(link: ProcessLink, number: int, totals: Any) -> None:
+        published.append(totals[0].numel())
+        publish(link, number, totals)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProcessLink, "_publish", counted)
+        for size in (50_000, 100_000):
+            dist.all_reduce(torch.ones(size))
+    return published
+
+
+def test_one_rank_reduces_for_all_only_what_is_large() -> None:
+    published = lab(4, "process").run(reductions_for_all)
+    assert sorted(published) == [[], [], [], [100_000]]
 
 
 # --- deadlocks, mismatches and failures -----------------------------------------------------------

@@ -55,6 +55,11 @@ class Packet(NamedTuple):
     data: bytes | Extent
     first: int = 0
 
+    @property
+    def length(self) -> int:
+        """The number of bytes."""
+        return len(self.data) if isinstance(self.data, bytes) else self.data.length
+
     def tensor(self, number: int) -> Packet:
         """Return the packet of one of the tensors.
 

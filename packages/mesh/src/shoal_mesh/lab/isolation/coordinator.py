@@ -13,7 +13,8 @@ import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection, Listener, wait
+from multiprocessing.connection import Connection, Listener
+from selectors import EVENT_READ, DefaultSelector
 from typing import Any
 
 from ..scheduling.meetings import Answer, Meeting, RankTask, Ticket
@@ -37,6 +38,9 @@ from .messages import (
 
 # collectives in which a member brings an input for each other member
 _ONE_FOR_EACH = frozenset({"reduce_scatter", "all_to_all", "scatter"})
+# A rank that reads at most so many bytes for an `all_reduce` computes the reductions itself. If one
+# rank computes them for the others, they wait for two more messages.
+_MOST_REDUCED = 1 << 20
 # seconds that other threads of ranks have to end the wait of all main threads
 _GRACE = 10.0
 
@@ -62,6 +66,8 @@ class Coordinator:
         self._listener = Listener(path, family="AF_UNIX", backlog=max(size, 16))
         # a pipe: `close` writes to it to end the thread
         self._wake_reader, self._wake_writer = os.pipe()
+        # registered once: to register 64 connections for each message takes ten times as long
+        self._selector = DefaultSelector()
         self._connections: dict[Connection, RankTask] = {}
         self._connection_of: dict[RankTask, Connection] = {}
         # by rank and number of the call
@@ -87,6 +93,7 @@ class Coordinator:
         self._thread.join()
         for connection in list(self._connections):
             connection.close()
+        self._selector.close()
         self._listener.close()
         os.close(self._wake_reader)
         os.close(self._wake_writer)
@@ -103,9 +110,11 @@ class Coordinator:
     def _serve(self) -> None:
         # There is no public way to wait for a connection.
         socket: Any = self._listener._listener._socket  # type: ignore[attr-defined]  # private
+        self._selector.register(self._wake_reader, EVENT_READ)
+        self._selector.register(socket, EVENT_READ)
         while True:
             timeout = _GRACE if self.scheduler.is_stuck else None
-            ready = wait([self._wake_reader, socket, *self._connections], timeout)
+            ready = [key.fileobj for key, _ in self._selector.select(timeout)]
             if self._wake_reader in ready:
                 return
             # the time is over in which other threads could have ended the wait of the main threads
@@ -127,6 +136,7 @@ class Coordinator:
         task = RankTask(hello.rank, hello.thread)
         self._connections[connection] = task
         self._connection_of[task] = connection
+        self._selector.register(connection, EVENT_READ)
         reply = self._unsent.pop(task, None)
         if reply is not None:
             self._send(task, reply)
@@ -158,6 +168,7 @@ class Coordinator:
         """Forget a connection; a main thread that has not left has died."""
         task = self._connections.pop(connection)
         self._connection_of.pop(task, None)
+        self._selector.unregister(connection)
         connection.close()
         if task.thread == 0:
             self.scheduler.leave_if_present(task.rank, "has died")
@@ -258,8 +269,8 @@ class Coordinator:
         """
         meeting = ticket.meeting
         assert meeting is not None, "a complete call has met the others"
-        is_small = isinstance(meeting.tickets[0].payload.data, bytes)
-        if is_small:
+        read_bytes = sum(other.payload.length for other in meeting.tickets.values())
+        if read_bytes <= _MOST_REDUCED:
             self._send_inputs(task, ticket, INPUTS)
         elif meeting.totals is not None:
             self._send(task, Reply(TOTALS, meeting.totals))
