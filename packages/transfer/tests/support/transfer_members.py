@@ -101,7 +101,7 @@ def member_of_three(member: int, kind: str, mode: Mode, home: str) -> None:
     )
     for version in (1, 2):
         if version == 2 and isinstance(wire, FolderWire):
-            # A group learns of a death from its sockets, a folder does not.
+            # the sockets of a group report a death, a folder does not
             wire.timeout = 3
         if not member:
             state["w"].copy_(whole(version))
