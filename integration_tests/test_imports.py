@@ -115,6 +115,8 @@ def printed(layers: Any) -> dict[str, str]:
     return dict(zip(programs, outputs, strict=True))
 
 
+# the first of them waits for the programs of all
+@pytest.mark.timeout(900)
 def test_importing_a_layer_prints_nothing_and_changes_nothing_outside_it(
     layer: Any, layers: Any, printed: dict[str, str]
 ) -> None:
