@@ -20,6 +20,7 @@ from ._torch.tensors import (
     TensorNote,
     apply,
     backward_number,
+    disabled_torch_function,
     dispatch_modes,
     in_backward,
     local_of,

@@ -1,4 +1,4 @@
-"""Dtypes of moves from the options that users pass: op_dtype, out_dtype and backward_options.
+"""Options of moves that users pass: op_dtype, out_dtype, async_op and backward_options.
 
 May import: _moves.
 """
@@ -6,6 +6,7 @@ May import: _moves.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,3 +60,24 @@ def read_dtypes(
     if op_dtype is None and step.kind in _EARLY:
         op_dtype = out_dtype
     return Dtypes(op_dtype, out_dtype or op_dtype, backward_op, backward.get("out_dtype"))
+
+
+def with_async(
+    steps: tuple[TypeStep, TypeStep],
+    async_op: bool,
+    backward_options: Mapping[str, Any] | None,
+) -> tuple[TypeStep, TypeStep]:
+    """Return the steps of a move, each in flight if the options say so.
+
+    Args:
+        steps: the move, and the move of its gradient.
+        async_op: whether the move may be in flight when its result is returned.
+        backward_options: the same option for the gradient's move.
+    """
+    step, back = steps
+    is_back_async = bool((backward_options or {}).get("async_op"))
+    if async_op:
+        step = replace(step, in_flight=True)
+    if is_back_async:
+        back = replace(back, in_flight=True)
+    return step, back

@@ -1,22 +1,22 @@
 """Moves of local tensors along one mesh axis, each with the move of its gradient.
 
-May import: _line.
+May import: _in_flight, _line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from shoal_dtensor.errors import ArgumentValueError
-from shoal_dtensor.internal import apply, spmd
+from shoal_dtensor.internal import apply, is_compiling, spmd
 from shoal_mesh import (
-    Comm,
     all_gather,
     all_gather_v,
     all_reduce,
@@ -25,13 +25,16 @@ from shoal_mesh import (
     reduce_scatter,
     reduce_scatter_v,
 )
+from shoal_mesh.internal import Pending
 
+from ._in_flight import InFlight, arrived
 from ._line import Line
 
 Kind = Literal[
     "keep", "keep_first", "slice", "pad", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"
 ]
 Sizes = tuple[int, ...] | None
+_COLLECTIVES = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,7 @@ class TypeStep:
         received: for `all_to_all` with sizes, the sizes of the received blocks.
         reduce_op: the reduction of `all_reduce`.
         in_place: whether `all_reduce` writes to its argument.
+        in_flight: whether a collective may still be running when its result is returned.
     """
 
     kind: Kind
@@ -60,6 +64,7 @@ class TypeStep:
     received: Sizes = None
     reduce_op: str = "sum"
     in_place: bool = False
+    in_flight: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +87,22 @@ class Dtypes:
 UNCHANGED = Dtypes()
 
 
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class _Collective(NamedTuple):
+    """The collective of a step.
+
+    Attributes:
+        start: runs it; with `async_op=True` it returns a `Pending`.
+        shaped: gives its result the shape that the step returns.
+    """
+
+    start: Callable[..., Any]
+    shaped: Callable[[Tensor], Tensor] = _as_it_is
+
+
 class Move(torch.autograd.Function):
     """A move along an axis whose gradient is moved by another step."""
 
@@ -96,8 +117,10 @@ class Move(torch.autograd.Function):
         step, _ = steps
         if step.in_place:
             ctx.mark_dirty(x)
-            return x.copy_(run_step(step, x, line))
-        source = x if dtypes.op is None else x.to(dtypes.op)
+            return x.copy_(run_step(step, arrived(x), line))
+        source = arrived(x) if dtypes.op is None else arrived(x).to(dtypes.op)
+        if step.in_flight and _communicates(step, source, line):
+            return _start(step, source, line, dtypes.out)
         moved = run_step(step, source, line)
         return moved if dtypes.out is None else moved.to(dtypes.out)
 
@@ -106,8 +129,9 @@ class Move(torch.autograd.Function):
         forward_step, back = ctx.steps
         forward_dtypes: Dtypes = ctx.dtypes
         dtypes = Dtypes(forward_dtypes.backward_op, forward_dtypes.backward_out or ctx.dtype)
-        # the gradient of the gradient is moved like the tensor, but never in place
-        forward_again = TypeStep("all_reduce") if forward_step.in_place else forward_step
+        # The gradient of the gradient is moved like the tensor, but never in place, and it has
+        # arrived before a leaf accumulates it.
+        forward_again = replace(forward_step, in_place=False, in_flight=False)
         steps = (back, forward_again)
         return apply(Move, grads[0], ctx.line, steps, dtypes), None, None, None
 
@@ -148,8 +172,48 @@ def run_step(step: TypeStep, x: Tensor, line: Line) -> Tensor:
         return _pad(step, x, line)
     if not line.sends(x):
         return _run_alone(step, x, line)
-    assert line.comm is not None, "a line that sends needs a communicator"
-    return _collective(step, x, line.comm)
+    collective = _collective(step, x, line)
+    return collective.shaped(collective.start())
+
+
+def _communicates(step: TypeStep, x: Tensor, line: Line) -> bool:
+    """Return whether a step runs a collective that can be in flight.
+
+    A compiler orders collectives itself.
+    """
+    return step.kind in _COLLECTIVES and line.sends(x) and not is_compiling()
+
+
+def _start(step: TypeStep, x: Tensor, line: Line, dtype: torch.dtype | None) -> Tensor:
+    """Start a collective, and return its result in flight, in a dtype."""
+    collective = _collective(step, x, line)
+    pending: Pending[Tensor] = collective.start(async_op=True).then(collective.shaped)
+    like = x
+    if dtype is not None:
+        pending = pending.then(lambda moved: moved.to(dtype))
+        like = x.new_empty(0, dtype=dtype)
+    return InFlight(pending, _shape_after(step, x, line), like)
+
+
+def _shape_after(step: TypeStep, x: Tensor, line: Line) -> list[int]:
+    """Return the shape of this rank's result of a collective."""
+    shape = [*x.shape]
+    if step.kind == "all_gather":
+        if step.stacks:
+            shape.insert(step.dim, line.size)
+        else:
+            shape[step.dim] = sum(step.sizes or (x.shape[step.dim],) * line.size)
+    elif step.kind == "reduce_scatter":
+        if step.stacks:
+            del shape[step.dim]
+        else:
+            shape[step.dim] = _sizes(step, x, line)[line.rank]
+    elif step.received is not None:
+        shape[0] = sum(step.received)
+    elif step.kind == "all_to_all":
+        shape[step.dim] //= line.size
+        shape[step.concat_dim] *= line.size
+    return shape
 
 
 def _own_shard(step: TypeStep, x: Tensor, line: Line) -> Tensor:
@@ -219,28 +283,32 @@ def _check_divides(x: Tensor, dim: int, size: int) -> None:
         )
 
 
-def _collective(step: TypeStep, x: Tensor, comm: Comm) -> Tensor:
-    """Run the collective of a step."""
+def _collective(step: TypeStep, x: Tensor, line: Line) -> _Collective:
+    """Return the collective of a step."""
+    comm = line.comm
+    assert comm is not None, "a line that sends needs a communicator"
     if step.kind == "all_reduce":
-        return all_reduce(x, comm, step.reduce_op)
+        return _Collective(partial(all_reduce, x, comm, step.reduce_op))
     if step.kind == "all_gather":
         if step.stacks:
-            return all_gather(x.unsqueeze(step.dim), comm, step.dim)
+            return _Collective(partial(all_gather, x.unsqueeze(step.dim), comm, step.dim))
         if step.sizes is not None:
-            return all_gather_v(x, comm, step.sizes, step.dim)
-        return all_gather(x, comm, step.dim)
+            return _Collective(partial(all_gather_v, x, comm, step.sizes, step.dim))
+        return _Collective(partial(all_gather, x, comm, step.dim))
     if step.kind == "reduce_scatter":
         if step.stacks:
-            return reduce_scatter(x, comm, step.dim).squeeze(step.dim)
+            start = partial(reduce_scatter, x, comm, step.dim)
+            return _Collective(start, lambda entry: entry.squeeze(step.dim))
         if step.sizes is not None:
-            return reduce_scatter_v(x, comm, step.sizes, step.dim)
-        return reduce_scatter(x, comm, step.dim)
+            return _Collective(partial(reduce_scatter_v, x, comm, step.sizes, step.dim))
+        return _Collective(partial(reduce_scatter, x, comm, step.dim))
     assert step.kind == "all_to_all", f"no collective {step.kind}"
     if step.sizes is None or step.received is None:
-        return all_to_all(x, comm, step.dim, step.concat_dim)
+        return _Collective(partial(all_to_all, x, comm, step.dim, step.concat_dim))
     row_shape = x.shape[1:]
     row_elements = prod(row_shape)
+    shape = (sum(step.received), *row_shape)
     sent = [rows * row_elements for rows in step.sizes]
     received = [rows * row_elements for rows in step.received]
-    flat = all_to_all_v(x.reshape(-1), comm, sent, received)
-    return flat.reshape(sum(step.received), *row_shape)
+    start = partial(all_to_all_v, x.reshape(-1), comm, sent, received)
+    return _Collective(start, lambda flat: flat.reshape(shape))

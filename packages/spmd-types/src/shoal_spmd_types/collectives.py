@@ -16,7 +16,7 @@ from torch import Tensor
 from shoal_dtensor.errors import ArgumentValueError
 from shoal_dtensor.internal import I, P, R, ShardType as Shard, V, spmd
 
-from ._dtypes import read_dtypes
+from ._dtypes import read_dtypes, with_async
 from ._line import Line, line_along
 from ._moves import TypeStep, move
 from .conversions import convert, finish
@@ -46,11 +46,12 @@ def all_reduce(  # noqa: PLR0913  # the public package's arguments
             operator; such a tensor has no gradient.
         dst: R if each rank continues with a computation of its own, I if all ranks continue with
             the same computation.
-        inplace: whether the sum is written to `x`.
+        inplace: whether the sum is written to `x`; it is complete on return.
         op_dtype: the dtype of the sum; the result keeps it if `out_dtype` is left out.
         out_dtype: the dtype of the result.
-        async_op: accepted; the result is complete on return.
-        backward_options: dtypes of the gradient's move.
+        async_op: whether the collective may still run when its result is returned; the first
+            operator on the result waits for it. Before that, `x` must not be written to.
+        backward_options: dtypes and `async_op` of the gradient's move.
 
     Returns:
         The sum, equal on all ranks.
@@ -89,7 +90,7 @@ def all_reduce(  # noqa: PLR0913  # the public package's arguments
     back = TypeStep("all_reduce" if dst is R else "keep")
     steps = (step, back)
     dtypes = read_dtypes(steps, op_dtype, out_dtype, backward_options)
-    moved = move(x, line, steps, dtypes)
+    moved = move(x, line, with_async(steps, async_op, backward_options), dtypes)
     return finish(moved, x, line.axis, dst)
 
 
@@ -120,8 +121,9 @@ def all_gather(  # noqa: PLR0913  # the public package's arguments
         split_sizes: sizes of the ranks' shards along dim i, if they are not equal; only with S(i).
         op_dtype: the dtype that is sent; the result keeps it if `out_dtype` is left out.
         out_dtype: the dtype of the result.
-        async_op: accepted; the result is complete on return.
-        backward_options: dtypes of the gradient's move.
+        async_op: whether the collective may still run when its result is returned; the first
+            operator on the result waits for it. Before that, `x` must not be written to.
+        backward_options: dtypes and `async_op` of the gradient's move.
 
     Returns:
         The shards of all ranks.
@@ -149,7 +151,7 @@ def all_gather(  # noqa: PLR0913  # the public package's arguments
     back = TypeStep("reduce_scatter" if dst is R else "slice", dim, stacks, sizes=sizes)
     steps = (step, back)
     dtypes = read_dtypes(steps, op_dtype, out_dtype, backward_options)
-    moved = move(x, line, steps, dtypes)
+    moved = move(x, line, with_async(steps, async_op, backward_options), dtypes)
     return finish(moved, x, line.axis, dst)
 
 
@@ -180,8 +182,9 @@ def reduce_scatter(  # noqa: PLR0913  # the public package's arguments
         split_sizes: sizes of the ranks' shards along dim i, if they are not equal; only with S(i).
         op_dtype: the dtype of the sum; the result keeps it if `out_dtype` is left out.
         out_dtype: the dtype of the result.
-        async_op: accepted; the result is complete on return.
-        backward_options: dtypes of the gradient's move.
+        async_op: whether the collective may still run when its result is returned; the first
+            operator on the result waits for it. Before that, `x` must not be written to.
+        backward_options: dtypes and `async_op` of the gradient's move.
 
     Returns:
         This rank's shard of the sum.
@@ -216,7 +219,7 @@ def reduce_scatter(  # noqa: PLR0913  # the public package's arguments
     back = TypeStep("all_gather", dim, stacks, sizes=sizes)
     steps = (step, back)
     dtypes = read_dtypes(steps, op_dtype, out_dtype, backward_options)
-    moved = move(x, line, steps, dtypes)
+    moved = move(x, line, with_async(steps, async_op, backward_options), dtypes)
     return finish(moved, x, line.axis, _type_for_sizes(dst, sizes))
 
 
@@ -254,8 +257,9 @@ def all_to_all(  # noqa: PLR0913  # the public package's arguments
             only.
         op_dtype: the dtype that is sent; the result keeps it if `out_dtype` is left out.
         out_dtype: the dtype of the result.
-        async_op: accepted; the result is complete on return.
-        backward_options: dtypes of the gradient's move.
+        async_op: whether the collective may still run when its result is returned; the first
+            operator on the result waits for it. Before that, `x` must not be written to.
+        backward_options: dtypes and `async_op` of the gradient's move.
 
     Returns:
         The blocks that all ranks sent to this one, joined in the order of the ranks.
@@ -293,7 +297,7 @@ def all_to_all(  # noqa: PLR0913  # the public package's arguments
         steps = (step, back)
         after = dst
     dtypes = read_dtypes(steps, op_dtype, out_dtype, backward_options)
-    moved = move(x, line, steps, dtypes)
+    moved = move(x, line, with_async(steps, async_op, backward_options), dtypes)
     return finish(moved, x, line.axis, after)
 
 
@@ -371,8 +375,9 @@ def redistribute(  # noqa: PLR0913  # the public package's arguments
         dst: the type that the result has.
         op_dtype: the dtype of the move; the result keeps it if `out_dtype` is left out.
         out_dtype: the dtype of the result.
-        async_op: accepted; the result is complete on return.
-        backward_options: dtypes of the gradient's move.
+        async_op: whether the collective may still run when its result is returned; the first
+            operator on the result waits for it. Before that, `x` must not be written to.
+        backward_options: dtypes and `async_op` of the gradient's move.
 
     Returns:
         A tensor with the same meaning and the type `dst`.
@@ -426,8 +431,9 @@ def unshard(  # noqa: PLR0913  # the public package's arguments
         dst: R or I.
         op_dtype: the dtype that is sent.
         out_dtype: the dtype of the result.
-        async_op: accepted; the result is complete on return.
-        backward_options: dtypes of the gradient's move.
+        async_op: whether the collective may still run when its result is returned; the first
+            operator on the result waits for it. Before that, `x` must not be written to.
+        backward_options: dtypes and `async_op` of the gradient's move.
 
     Returns:
         The shards of all ranks, joined along dim i.

@@ -17,7 +17,7 @@ from torch import Tensor
 from shoal_dtensor.errors import ArgumentValueError
 from shoal_dtensor.internal import I, P, R, ShardType as Shard, V, spmd
 
-from ._dtypes import read_dtypes
+from ._dtypes import read_dtypes, with_async
 from ._line import Line, line_along
 from ._moves import Kind, TypeStep, move
 
@@ -96,7 +96,7 @@ def convert(  # noqa: PLR0913  # the public package's arguments
         op_dtype: the dtype of the conversion; the result keeps it if `out_dtype` is left out.
         out_dtype: the dtype of the result.
         async_op: accepted; nothing is sent in the forward.
-        backward_options: dtypes of the gradient's move.
+        backward_options: dtypes and `async_op` of the gradient's move.
 
     Returns:
         A tensor with the same meaning and the type `dst`.
@@ -127,7 +127,7 @@ def convert(  # noqa: PLR0913  # the public package's arguments
             "redistribute"
         )
     dtypes = read_dtypes(steps, op_dtype, out_dtype, backward_options)
-    moved = move(x, line, steps, dtypes)
+    moved = move(x, line, with_async(steps, async_op, backward_options), dtypes)
     return finish(moved, x, line.axis, dst)
 
 
@@ -197,7 +197,7 @@ def reinterpret(  # noqa: PLR0913  # the public package's arguments
         op_dtype: the dtype of the result if `out_dtype` is left out.
         out_dtype: the dtype of the result.
         async_op: accepted; nothing is sent in the forward.
-        backward_options: dtypes of the gradient's move.
+        backward_options: dtypes and `async_op` of the gradient's move.
 
     Returns:
         A tensor with the same bytes and the type `dst`.
@@ -236,7 +236,7 @@ def reinterpret(  # noqa: PLR0913  # the public package's arguments
         )
     steps = (TypeStep("keep"), back)
     dtypes = read_dtypes(steps, op_dtype, out_dtype, backward_options)
-    moved = move(x, line, steps, dtypes)
+    moved = move(x, line, with_async(steps, async_op, backward_options), dtypes)
     return finish(moved, x, line.axis, dst)
 
 
@@ -261,7 +261,7 @@ def shard(  # noqa: PLR0913  # the public package's arguments
         op_dtype: the dtype of the result if `out_dtype` is left out.
         out_dtype: the dtype of the result.
         async_op: accepted; nothing is sent in the forward.
-        backward_options: dtypes of the gradient's move.
+        backward_options: dtypes and `async_op` of the gradient's move.
 
     Returns:
         This rank's shard along dim i.
