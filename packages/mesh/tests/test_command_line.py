@@ -1,4 +1,4 @@
-"""Covers: command_line.py."""
+"""Covers: commands/command_line.py."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from importlib import metadata
 
 import pytest
 
-from shoal_mesh import command_line
-from shoal_mesh.command_line import describe, find_commands, main
+from shoal_mesh.commands import command_line
+from shoal_mesh.commands.command_line import describe, find_commands, main
 
 
 def count_arguments(arguments: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""Covers: commands.py."""
+"""Covers: commands/mesh_commands.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal_mesh import __version__
-from shoal_mesh.commands import main
+from shoal_mesh.commands.mesh_commands import main
 
 
 @pytest.mark.parametrize("words", [[], ["nonsense"], ["topology", "--mesh", "2x"]])

@@ -1,4 +1,7 @@
-"""Covers: logs.py: records and ranges of collectives on request, by the environment or a call, nothing without."""
+"""Records and ranges of collectives on request, by the environment or a call; nothing without.
+
+Covers: observers/logs.py.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import torch
 from forked_programs import Program, outputs_of
 from shoal_mesh import all_reduce, annotate_collectives, init_device_mesh
 from shoal_mesh.errors import MeshError
-from shoal_mesh.logs import log_from_environment
+from shoal_mesh.observers.logs import log_from_environment
 from shoal_mesh.testing import fake_world
 
 PROGRAM = """

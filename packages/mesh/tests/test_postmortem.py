@@ -1,4 +1,4 @@
-"""Covers: commands.py: the files that ranks of torchrun write when one of them is lost."""
+"""Covers: commands/mesh_commands.py: the files that ranks of torchrun write when one of them is lost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shoal_mesh import PeerError, all_reduce, init_device_mesh, purpose, restart_world
-from shoal_mesh.commands import main, report
+from shoal_mesh.commands.mesh_commands import main, report
 from shoal_mesh.errors import RankError
 from shoal_mesh.local_ranks.pool import RankPool
 from shoal_mesh.watch.recorder import ENTRIES

@@ -22,7 +22,6 @@ from .facades import facade
 from .groups.process_groups import Comm, comm_over
 from .groups.world import restart_world
 from .local_ranks.launch import launch
-from .logs import annotate_collectives, log_from_environment, log_to_stderr
 from .mesh.create import (
     _mesh_resources as _mesh_resources,
     abstract_mesh,
@@ -32,6 +31,7 @@ from .mesh.create import (
 from .mesh.device_mesh import DeviceMesh, current_mesh
 from .observers.comm_debug import CommDebugMode
 from .observers.lockstep import check_distinct, check_replicas, lockstep
+from .observers.logs import annotate_collectives, log_from_environment, log_to_stderr
 from .observers.stragglers import stragglers
 from .topology import Link, measure as measure_topology, set_topology, topology_of
 

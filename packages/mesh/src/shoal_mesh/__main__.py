@@ -5,7 +5,7 @@ May import: commands.
 
 import sys
 
-from .commands import main
+from .commands.mesh_commands import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -7,8 +7,6 @@ A package adds a command by an entry point of the group `shoal.commands` in its 
 
 `shoal preview ...` calls that function with the list `["preview", ...]` and exits with the status
 that the function returns. Nothing is imported before the command is known.
-
-May import: nothing.
 """
 
 from __future__ import annotations

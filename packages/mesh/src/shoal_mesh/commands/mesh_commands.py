@@ -2,8 +2,6 @@
 
 `torchrun --nproc-per-node 8 -m shoal_mesh topology --mesh 2x4` measures the machines that torchrun
 runs on; without torchrun, local ranks are started.
-
-May import: __about__, accelerator, local_ranks, mesh, topology, watch.
 """
 
 from __future__ import annotations
@@ -25,13 +23,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .__about__ import __version__
-from .accelerator import accelerator, device_count, module_of
-from .local_ranks.launch import launch
-from .mesh.create import init_device_mesh, measured_order
-from .mesh.rank_order import RankOrder
-from .topology import Link, measure
-from .watch.recorder import LIBRARIES, folder
+from ..__about__ import __version__
+from ..accelerator import accelerator, device_count, module_of
+from ..local_ranks.launch import launch
+from ..mesh.create import init_device_mesh, measured_order
+from ..mesh.rank_order import RankOrder
+from ..topology import Link, measure
+from ..watch.recorder import LIBRARIES, folder
 
 # the environment variables that `env` prints, by prefix and by name
 PREFIXES = ("NCCL_", "GLOO_", "SHOAL", "TORCH_", "OMP_", "MKL_", "CUDA_", "SLURM_JOB_NUM")

@@ -5,8 +5,6 @@ the program. Topics are loggers: `shoal.collectives` (each collective with its m
 time), `shoal.plans` (each redistribution, before it first runs) and `shoal.decisions` (each
 operator, when its result placements are decided). Programs that configure `logging` themselves use
 these names.
-
-May import: errors, events.
 """
 
 from __future__ import annotations
@@ -20,8 +18,8 @@ from types import SimpleNamespace
 
 from torch.profiler import record_function
 
-from .errors import MeshError
-from .events import Event, observe, observing
+from ..errors import MeshError
+from ..events import Event, observe, observing
 
 TOPICS = ("collectives", "plans", "decisions")
 _collectives = logging.getLogger("shoal.collectives")
