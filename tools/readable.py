@@ -7,10 +7,15 @@ The rules, each for a construct that `tools/density.py` counts:
 - a comprehension holds no other comprehension and no lambda;
 - a comment of more than 40 characters stands on its own line, above the code;
 - a call of a function or class of these folders has at most four positional arguments;
+- no parameter or result is a tuple of three or more parts: a NamedTuple or a dataclass has names
+  for them. A tuple that is only compared, such as a key, is annotated `tuple[object, ...]`,
+  `Hashable` or `object`;
 - a function has at most 40 statements, a file at most 300.
 
-`apply` of an autograd function is free of the last rule: it takes no keyword arguments. Operators of
-torch (`torch.ops.aten.mm`) are too: rules of our own have their names. `dispatch` may be longer than
+`apply` of an autograd function is called with any number of positional arguments: it takes no
+keyword arguments. Operators of torch (`torch.ops.aten.mm`) are too: rules of our own have their
+names. torch and pickle, not readers, unpack the results of `forward` and `backward` of an autograd
+function, and of `reducer_override`. `dispatch` may be longer than
 40 statements: one more call in Python adds 60 ns to each operator.
 
 The folder `random_layouts` is left out: another mechanism is to replace it.
@@ -35,7 +40,10 @@ LONGEST_TRAILING = 40
 LONGEST_FUNCTION = 40
 LONGEST_FILE = 300
 MAY_BE_LONG = {"dispatch"}
+LONGEST_TUPLE = 2
 TAKE_NO_KEYWORDS = {"apply"}
+METHODS_OF_AUTOGRAD_FUNCTIONS = {"forward", "backward"}
+METHODS_OF_PICKLERS = {"reducer_override"}
 TO_BE_REPLACED = {"random_layouts"}
 # A comment that a tool reads stands where the tool looks for it, with its reason behind it.
 FOR_TOOLS = re.compile(r"#\s*(type:|noqa|fmt:|pragma)")
@@ -102,6 +110,25 @@ def find_positional(tree: ast.Module, names: set[str]) -> Iterator[Finding]:
             yield node.lineno, f"keywords for the arguments of {name} after the fourth"
 
 
+def find_tuples(tree: ast.Module) -> Iterator[Finding]:
+    """Find long tuples that are parameters or results of functions, and names of such types."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and is_long_tuple_type(node.value):
+            yield node.lineno, f"a NamedTuple for {ast.unparse(node.value)}"
+    for node in ast.walk(tree):
+        if not isinstance(node, FUNCTIONS) or is_unpacked_by_torch_or_pickle(node):
+            continue
+        arguments = node.args
+        parameters = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+        annotations = [parameter.annotation for parameter in parameters]
+        for annotation in filter(None, [*annotations, node.returns]):
+            for part in filter(is_long_tuple_type, ast.walk(annotation)):
+                yield node.lineno, f"a NamedTuple for {ast.unparse(part)}"
+        returns_any = isinstance(node.returns, ast.Name) and node.returns.id == "Any"
+        if returns_any and any(map(returns_long_tuple, own_nodes(node))):
+            yield node.lineno, f"a NamedTuple for the tuple that {node.name} returns"
+
+
 def find_long(tree: ast.Module) -> Iterator[Finding]:
     """Find functions and files with too many statements."""
     count = statements_in(tree)
@@ -114,6 +141,42 @@ def find_long(tree: ast.Module) -> Iterator[Finding]:
         count = statements_in(node) - 1
         if count > LONGEST_FUNCTION:
             yield node.lineno, f"a second function: {count} statements, at most {LONGEST_FUNCTION}"
+
+
+def is_long_tuple_type(node: ast.AST) -> bool:
+    """Tell whether an expression is the type of a tuple of three or more parts."""
+    if not isinstance(node, ast.Subscript) or ast.unparse(node.value) != "tuple":
+        return False
+    return isinstance(node.slice, ast.Tuple) and len(node.slice.elts) > LONGEST_TUPLE
+
+
+def is_unpacked_by_torch_or_pickle(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Tell whether the result of a function is a tuple because torch or pickle takes it apart."""
+    is_static = any(
+        ast.unparse(decorator) == "staticmethod" for decorator in function.decorator_list
+    )
+    if is_static and function.name in METHODS_OF_AUTOGRAD_FUNCTIONS:
+        return True
+    return function.name in METHODS_OF_PICKLERS
+
+
+def returns_long_tuple(node: ast.AST) -> bool:
+    """Tell whether a statement returns a tuple of three or more parts."""
+    if not isinstance(node, ast.Return) or not isinstance(node.value, ast.Tuple):
+        return False
+    parts = node.value.elts
+    return len(parts) > LONGEST_TUPLE and not any(isinstance(part, ast.Starred) for part in parts)
+
+
+def own_nodes(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[ast.AST]:
+    """Yield the nodes of a function without the functions and classes inside of it."""
+    waiting: list[ast.AST] = [*function.body]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, (*FUNCTIONS, ast.ClassDef, ast.Lambda)):
+            continue
+        yield node
+        waiting += ast.iter_child_nodes(node)
 
 
 def called_name(call: ast.Call) -> str:
@@ -161,6 +224,7 @@ def main() -> int:
             *find_comprehensions(tree),
             *find_comments(texts[file]),
             *find_positional(tree, names),
+            *find_tuples(tree),
             *find_long(tree),
         ]
         for line, advice in sorted(findings):

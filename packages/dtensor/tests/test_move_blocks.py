@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from shoal_dtensor.layout.boxes import Box, slices_of, whole_box
-from shoal_dtensor.redistribute.blocks import exchange_blocks, move_blocks
+from shoal_dtensor.redistribute.blocks import BlockMove, exchange_blocks, move_blocks
 from shoal_mesh import comm_over
 from shoal_mesh.testing import on_ranks
 
@@ -77,8 +77,9 @@ def test_blocks_of_several_tensors_move_at_once() -> None:
     for values, before, after in rounds:
         held = [(box, values[slices_of(box)]) for box in before[comm.rank]]
         wanted = [(box, torch.zeros(SHAPE)[slices_of(box)]) for box in after[comm.rank]]
-        moves.append((exchange_blocks(comm.rank, before, after), held, wanted))
+        blocks = exchange_blocks(comm.rank, before, after)
+        moves.append(BlockMove(blocks, held, wanted))
     move_blocks(moves, comm)
-    for (values, _, _), (_, _, wanted) in zip(rounds, moves, strict=True):
-        for box, arrived in wanted:
+    for (values, _, _), move in zip(rounds, moves, strict=True):
+        for box, arrived in move.wanted:
             assert torch.equal(arrived, values[slices_of(box)])

@@ -36,12 +36,13 @@ def test_descriptions_of_two_ranks(change: str) -> None:
 
 def test_a_rank_without_blocks_does_not_know_the_dtype() -> None:
     own, _ = statement(_event(0, ""), call_sites=False)
-    assert agree([own, (own[0], 0, -own[2])])
-    assert not agree([own, (own[0], own[1] + 1, -own[2])])
+    without_blocks = own._replace(dtypes=0, flow=-own.flow)
+    assert agree([own, without_blocks])
+    assert not agree([own, without_blocks._replace(dtypes=own.dtypes + 1)])
 
 
 def test_lines_of_the_program_count_if_wanted() -> None:
-    first = [statement(_event(0, ""), call_sites=each)[0][0] for each in (True, False)]
-    second = [statement(_event(0, ""), call_sites=each)[0][0] for each in (True, False)]
+    first = [statement(_event(0, ""), call_sites=each)[0].facts for each in (True, False)]
+    second = [statement(_event(0, ""), call_sites=each)[0].facts for each in (True, False)]
     assert first[0] != second[0]
     assert first[1] == second[1]

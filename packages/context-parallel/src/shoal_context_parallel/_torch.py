@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ disable_dynamo: Callable[..., Any] = _disable_dynamo
 without_torch_function: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
 Mask = Tensor | None
 Outputs = tuple[Tensor, Tensor]
-Gradients = tuple[Tensor, Tensor, Tensor]
 # The kernels below compute attention of tensors (batch, heads, length, width), none of them empty. A
 # forward takes queries, keys and values, whether it is causal (then there are as many queries as
 # keys), the mask that is added to the scores, and the factor of the scores. It returns the output
@@ -24,6 +23,14 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 # output, the queries, keys and values, the output, and the log-sums. The keys may be a part of a
 # longer sequence. The output and the log-sums are then the results for the whole sequence.
 _aten = torch.ops.aten
+
+
+class Gradients(NamedTuple):
+    """The gradients of attention's three inputs."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
 
 
 def flash_attention(
@@ -42,7 +49,7 @@ def flash_attention_backward(*tensors: Tensor, causal: bool, mask: Mask, scale: 
     """
     op = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     dq, dk, dv = op(*tensors, 0.0, causal, attn_mask=mask, scale=scale)
-    return dq, dk, dv
+    return Gradients(dq, dk, dv)
 
 
 def cuda_flash_attention(
@@ -70,7 +77,7 @@ def cuda_flash_attention_backward(
     most_queries_and_keys = (q.shape[-2], k.shape[-2])
     inputs = (grad, q, k, v, out, lse.contiguous(), *no_lengths, *most_queries_and_keys)
     dq, dk, dv = op(*inputs, 0.0, causal, *_no_random_state(lse), scale=scale)
-    return dq, dk, dv
+    return Gradients(dq, dk, dv)
 
 
 def efficient_attention(
@@ -98,7 +105,7 @@ def efficient_attention_backward(
     needs_grads = [True, True, True, False]
     op = _aten._scaled_dot_product_efficient_attention_backward.default
     dq, dk, dv, _ = op(*inputs, 0.0, needs_grads, causal, scale=scale)
-    return dq, dk, dv
+    return Gradients(dq, dk, dv)
 
 
 def _aligned(mask: Mask, q: Tensor) -> Mask:

@@ -102,7 +102,7 @@ def plain_attention_backward(*tensors: Tensor, causal: bool, mask: Mask, scale: 
         dq[..., rows, :] = ds @ k * scale
         row_q = q[..., rows, :]
         dk += ds.transpose(-1, -2) @ row_q * scale
-    return dq, dk, dv
+    return Gradients(dq, dk, dv)
 
 
 def _scores(
@@ -225,7 +225,7 @@ class BlockKernel:
             dk = dk.sum(1, keepdim=True)
         if dv.shape != v.shape:
             dv = dv.sum(1, keepdim=True)
-        return dq, dk, dv
+        return Gradients(dq, dk, dv)
 
     def _call_of(self, q: Tensor, k: Tensor, tile: Tile) -> _KernelCall:
         """Return the call of a kernel that computes a tile."""

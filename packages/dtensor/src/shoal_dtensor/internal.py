@@ -46,6 +46,7 @@ from .layout.boxes import (
     format_box,
     gap,
     grid,
+    intersect,
     overlap,
     shape_of,
     slices_of,
@@ -84,7 +85,7 @@ from .modules.owners import (
 from .random_layouts.functions import active, drawers_of
 from .random_layouts.layouts import UNSEEN, global_stride, in_memory_as, layout_of, note_layout
 from .random_layouts.region import current_watch, unwatch_draws, watch_draws
-from .redistribute.blocks import Blocks, Shards, exchange_blocks, move_blocks
+from .redistribute.blocks import BlockMove, Blocks, Shards, exchange_blocks, move_blocks
 from .redistribute.plan import plan as plan_between
 from .redistribute.scatter import Scatter, scattering
 from .redistribute.shards_in_flight import ShardsInFlight, drained, redistribute_shards

@@ -81,7 +81,8 @@ def certify(  # noqa: PLR0913  # keywords for what runs may differ in
         >>> print(certify(train, meshes=[{"dp": 2}]))
         mesh dp=2: 6 values compared within 1e-09: equal to one device
     """
-    job = replace(_make_job(program, (tuple(arguments), dtype, sizes or {})), device=device)
+    job = _make_job(program, tuple(arguments), sizes or {})
+    job = replace(job, dtype=dtype, device=device)
     certification = Certification(job, _make_reference(job, reference, sizes or {}), tolerance)
     _check_meshes(meshes)
     report = CertificationReport()
@@ -95,20 +96,19 @@ def certify(  # noqa: PLR0913  # keywords for what runs may differ in
     return report
 
 
-def _make_job(program: object, choices: tuple[tuple[str, ...], str, Mapping[str, int]]) -> RankJob:
-    """Make the job of a function or a script; `choices` has its arguments, dtype and sizes."""
-    arguments, dtype, sizes = choices
+def _make_job(program: object, arguments: tuple[str, ...], sizes: Mapping[str, int]) -> RankJob:
+    """Make the job of a script with its arguments, or of a function with its sizes."""
     if isinstance(program, str | PathLike):
         path = Path(fspath(program))
         if not path.is_file():
             raise CertifyError(f"certify: the script {path} does not exist")
-        return RankJob(script=str(path), arguments=arguments, dtype=dtype)
+        return RankJob(script=str(path), arguments=arguments)
     if not callable(program):
         raise CertifyTypeError(
             "certify: expected program to be a function or the path of a script, got "
             f"{type(program).__name__}"
         )
-    return RankJob(function=program, dtype=dtype, sizes=tuple(sizes.items()))
+    return RankJob(function=program, sizes=tuple(sizes.items()))
 
 
 def _make_reference(job: RankJob, reference: object, sizes: Mapping[str, int]) -> RankJob:

@@ -117,8 +117,8 @@ def suggests_keywords(error: type[TypeError] = MeshTypeError) -> Callable[[Funct
         # A code object of its own: torch.compile counts recompilations by code object, and the
         # name is the one that tracebacks show.
         code = call.__code__.replace(co_name=function.__name__)
-        own = FunctionType(code, call.__globals__, closure=call.__closure__)
-        return cast(Function, wraps(function)(own))
+        copied = FunctionType(code, call.__globals__, closure=call.__closure__)
+        return cast(Function, wraps(function)(copied))
 
     return decorate
 

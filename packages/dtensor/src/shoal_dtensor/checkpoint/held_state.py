@@ -25,7 +25,7 @@ from ..api.optimizer_states import drop_unmade_buffers, with_first_states
 from ..argument_types import check_type
 from ..errors import CheckpointError
 from ..layout.boxes import Box, slices_of, volume, whole_box
-from ..redistribute.blocks import Blocks, Shards, exchange_blocks, move_blocks
+from ..redistribute.blocks import BlockMove, Shards, exchange_blocks, move_blocks
 from ..tensor.dtensor import DTensor
 from .components import is_component, state_of
 from .optimizer_load import is_plain_optimizer
@@ -191,7 +191,7 @@ class HeldState:
         """`V -> V`: copy the shards that holders have to the targets of all ranks."""
         nothing = _HeldPart((), "", ())
         no_shards: tuple[_HeldPart, Shards] = (nothing, [])
-        moves = defaultdict[str, list[tuple[Blocks, Shards, Shards]]](list)
+        moves = defaultdict[str, list[BlockMove]](list)
         for name in sorted(wanted, key=repr):
             before = []
             for rank, fact in enumerate(facts):
@@ -201,7 +201,7 @@ class HeldState:
             blocks = exchange_blocks(dist.get_rank(), before, after)
             _, sources = self._tensors.get(name, no_shards)
             _, destinations = targets.get(name, no_shards)
-            moves[wanted[name].kind].append((blocks, sources, destinations))
+            moves[wanted[name].kind].append(BlockMove(blocks, sources, destinations))
         # one all-to-all for each dtype and kind of device
         for moves_of_kind in moves.values():
             move_blocks(moves_of_kind, comm_over(range(dist.get_world_size())))

@@ -26,12 +26,18 @@ if TYPE_CHECKING:
 
 Block = tuple[int, Box]
 """(member, box): the other member of an exchange, and the global box that it sends or receives."""
-Flow = tuple[int, int, Box]
-"""(sender, receiver, box): one block of an exchange."""
 Holdings = Sequence[Sequence[Box]]
 """The boxes of each member. Any two boxes, also of different members, are equal or disjoint."""
 Shards = Sequence[tuple[Box, Tensor]]
 """This rank's boxes of a global tensor, each with the local tensor or view that holds it."""
+
+
+class Flow(NamedTuple):
+    """One block of an exchange, with the members that send and receive it."""
+
+    sender: int
+    receiver: int
+    box: Box
 
 
 class Blocks(NamedTuple):
@@ -42,6 +48,16 @@ class Blocks(NamedTuple):
     receives: tuple[Block, ...]  # (member, global box) likewise
     # the parts of its own boxes that it keeps
     kept: tuple[Box, ...]
+
+
+class BlockMove(NamedTuple):
+    """The part of one rank in the exchange of one tensor."""
+
+    blocks: Blocks
+    # the shards that the rank has
+    held: Shards
+    # the shards that it wants, which are written in place
+    wanted: Shards
 
 
 def exchange_blocks(me: int, before: Holdings, after: Holdings) -> Blocks:
@@ -63,18 +79,18 @@ def exchange_blocks(me: int, before: Holdings, after: Holdings) -> Blocks:
         if me in holders:
             kept += needed
             turns = _turns(box, holders, after)
-            sends += [(taker, part) for giver, taker, part in turns if giver == me]
+            sends += [(flow.receiver, flow.box) for flow in turns if flow.sender == me]
         elif len(holders) == 1:
             # In the example above: ((2, 4), (0, 2)) from rank 1.
             receives += [(holders[0], part) for part in needed]
         elif needed:
             turns = _turns(box, holders, after)
-            receives += [(giver, part) for giver, taker, part in turns if taker == me]
+            receives += [(flow.sender, flow.box) for flow in turns if flow.receiver == me]
     return Blocks(tuple(sorted(sends)), tuple(sorted(receives)), tuple(kept))
 
 
 def flows(before: Holdings, after: Holdings) -> Iterator[Flow]:
-    """Yield every (sender, receiver, block) of an exchange."""
+    """Yield every block that one member sends to another."""
     for box, holders in _holders(before).items():
         yield from _turns(box, holders, after)
 
@@ -98,7 +114,7 @@ def _turns(box: Box, holders: Sequence[int], after: Holdings) -> Iterator[Flow]:
             continue
         for part in _parts(box, wanted):
             # For holders [0, 1] the senders are 0, 1, 0, ...
-            yield holders[turn % len(holders)], taker, part
+            yield Flow(sender=holders[turn % len(holders)], receiver=taker, box=part)
             turn += 1
 
 
@@ -114,7 +130,7 @@ def boxes_of_rank(spec: Spec, rank: int) -> list[Box]:
     return [] if coordinate is None else [spec.box(coordinate)]
 
 
-def move_blocks(moves: Iterable[tuple[Blocks, Shards, Shards]], comm: Comm | None) -> None:
+def move_blocks(moves: Iterable[BlockMove], comm: Comm | None) -> None:
     """Copy from the shards that ranks hold to the shards that they want, by one all-to-all.
 
     The shards may belong to any number of tensors.
@@ -122,15 +138,15 @@ def move_blocks(moves: Iterable[tuple[Blocks, Shards, Shards]], comm: Comm | Non
     All ranks call it with the same tensors.
 
     Args:
-        moves: for every tensor the blocks that this rank sends, receives and keeps, the shards it
-            holds, and the shards it wants, which are written in place. All of one dtype.
+        moves: this rank's part for every tensor; all tensors have one dtype.
         comm: the ranks, as members of the blocks; None is one process without a group.
 
     Example:
         >>> import torch
         >>> before, after = [[((0, 1),), ((1, 3),)]], [[((0, 3),)]]
         >>> held, wanted = zip(before[0], torch.arange(3).split([1, 2])), torch.zeros(3, dtype=torch.long)
-        >>> move_blocks([(exchange_blocks(0, before, after), [*held], [(after[0][0], wanted)])], None)
+        >>> blocks = exchange_blocks(0, before, after)
+        >>> move_blocks([BlockMove(blocks, [*held], [(after[0][0], wanted)])], None)
         >>> wanted
         tensor([0, 1, 2])
     """

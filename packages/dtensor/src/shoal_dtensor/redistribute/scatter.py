@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
+from typing import NamedTuple
 
 import torch
 
@@ -23,8 +24,23 @@ from .plan import unfold_spec
 
 # Tensors are sent as soon as they have more bytes than this together; they stay alive until then.
 BUCKET_BYTES = 1 << 24
-# the tensor, its spec, and the shard to fill
-_Entry = tuple[torch.Tensor, "Spec", torch.Tensor]
+
+
+class _Entry(NamedTuple):
+    """A tensor to distribute, and the shard to fill."""
+
+    tensor: torch.Tensor
+    spec: Spec
+    shard: torch.Tensor
+
+
+class _Batch(NamedTuple):
+    """The facts that the tensors of one collective share."""
+
+    mesh: object
+    sharding_axes: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
 
 
 def shard_of(tensor: torch.Tensor, spec: Spec, source: int | None) -> torch.Tensor:
@@ -73,11 +89,8 @@ class Scatter:
     def __init__(self, source: int | None) -> None:
         self._source = source
         self._bytes = 0
-        # The tensors to send, by mesh, sharding axes, dtype and device. The tensors of one entry
-        # are sent together.
-        self._waiting: dict[
-            tuple[object, tuple[int, ...], torch.dtype, torch.device], list[_Entry]
-        ] = {}
+        # the tensors to send; those of one batch are sent together
+        self._waiting: dict[_Batch, list[_Entry]] = {}
 
     def shard(self, tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
         """Return this rank's shard of a global tensor, in memory of its own.
@@ -114,8 +127,8 @@ class Scatter:
                 )
         local = torch.empty(spec.local_shape, dtype=tensor.dtype, device=device)
         sharding = tuple(sorted(axis for sharded in spec.dim_shardings for axis in sharded.axes))
-        batch = (spec.mesh.identity, sharding, tensor.dtype, device)
-        self._waiting.setdefault(batch, []).append((tensor, spec, local))
+        batch = _Batch(spec.mesh.identity, sharding, tensor.dtype, device)
+        self._waiting.setdefault(batch, []).append(_Entry(tensor, spec, local))
         self._bytes += tensor.dtype.itemsize * (spec.example or spec).shape.numel()
         if self._bytes > BUCKET_BYTES:
             self.send()
@@ -126,9 +139,9 @@ class Scatter:
         waiting = self._waiting
         self._waiting = {}
         self._bytes = 0
-        for (_, sharding, _, _), entries in waiting.items():
+        for batch, entries in waiting.items():
             assert self._source is not None, "without a source no scatter is in flight"
-            _send(entries, sharding, self._source)
+            _send(entries, batch.sharding_axes, self._source)
 
 
 def _send(entries: Sequence[_Entry], sharding: tuple[int, ...], source: int) -> None:
@@ -136,12 +149,12 @@ def _send(entries: Sequence[_Entry], sharding: tuple[int, ...], source: int) -> 
 
     A plane is a set of ranks that differ only along the sharding axes.
     """
-    spec = entries[0][1]
+    spec = entries[0].spec
     mesh = spec.mesh
     here = spec.coordinate
     assert here is not None, "only ranks of the mesh pass entries"
     copying = tuple(axis for axis in range(mesh.ndim) if axis not in sharding)
-    shards = [local for _, _, local in entries]
+    shards = [entry.shard for entry in entries]
     origin = (source,) * mesh.ndim
     # The coordinate of the rank in the source's plane that has the same shards as this rank.
     # Example: source 0, sharded over axis 1: (0, 2) for (1, 2).
@@ -151,16 +164,17 @@ def _send(entries: Sequence[_Entry], sharding: tuple[int, ...], source: int) -> 
     first = tuple(coordinate_of_first)
     in_plane = here == first
     if in_plane and not sharding:
-        for tensor, _, local in entries:
-            local.copy_(tensor)
+        for entry in entries:
+            entry.shard.copy_(entry.tensor)
     elif in_plane:
         group = members(spec, sharding, here)
         sent: list[list[torch.Tensor]] = [[] for _ in group]
         received: list[list[torch.Tensor]] = [[] for _ in group]
         if here == origin:
-            wholes = [(tensor.to(local.device), spec) for tensor, spec, local in entries]
-            for blocks, member in zip(sent, group, strict=True):
-                blocks += [whole[slices_of(spec.box(member))] for whole, spec in wholes]
+            for entry in entries:
+                whole = entry.tensor.to(entry.shard.device)
+                for blocks, member in zip(sent, group, strict=True):
+                    blocks.append(whole[slices_of(entry.spec.box(member))])
         received[group.index(origin)] = shards
         all_to_all_blocks(sent, mesh.comm(sharding), received)
     if prod(mesh.shape[axis] for axis in copying) > 1:

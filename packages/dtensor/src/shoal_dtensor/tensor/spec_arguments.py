@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -461,10 +461,16 @@ def with_lists(cls: Any, tensor: Any, index: Any) -> Any:
     return tuple([make_replicated(entry) if type(entry) is list else entry for entry in index])
 
 
-def with_a_dim(tensor: Any, index: Any, value: Any) -> tuple[Any, Any, Any]:
-    """Add a dim to the assignment `tensor[index] = value` if numbers select one element.
+class IndexedWrite(NamedTuple):
+    """The assignment `tensor[index] = value`."""
 
-    The result is the tensor, the index and the value, each with one more dim at the end.
+    tensor: Any
+    index: Any
+    value: Any
+
+
+def with_a_dim(tensor: Any, index: Any, value: Any) -> IndexedWrite:
+    """Add a dim at the end of each part of `tensor[index] = value` if numbers select one element.
 
     A single element belongs to one rank only. If a dim is left, selecting a number from a sharded
     tensor gives a view on every rank, which is empty on ranks that do not have the element.
@@ -474,9 +480,9 @@ def with_a_dim(tensor: Any, index: Any, value: Any) -> tuple[Any, Any, Any]:
     fillers = [entry for entry in entries if entry is None or entry is Ellipsis]
     selects_one = bool(numbers) and len(numbers) == tensor.ndim
     if not selects_one or len(numbers) + len(fillers) != len(entries):
-        return tensor, index, value
+        return IndexedWrite(tensor, index, value)
     # Example: x[2, 1] = value with x of shape (3, 4) becomes x.unsqueeze(-1)[2, 1, :], which has
     # the shape (1,).
     if isinstance(value, Tensor) and value.ndim:
         value = value.unsqueeze(-1)
-    return tensor.unsqueeze(-1), (*entries, slice(None)), value
+    return IndexedWrite(tensor.unsqueeze(-1), (*entries, slice(None)), value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +22,19 @@ from .explanations import CertificationFinding, FittingExplanation
 from .find_index import find_index
 from .grid import MeshGrid
 
-# the path of a module, "output" or "gradient", and the number of earlier runs of the module
-_Key = tuple[str, str, int]
+
+class _ValueKey(NamedTuple):
+    """One value of a module.
+
+    Attributes:
+        path: the path of the module.
+        kind: "output" or "gradient".
+        run: the number of earlier runs of the module.
+    """
+
+    path: str
+    kind: str
+    run: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +75,20 @@ def find_first_module(
     by_rank = [dict(_keyed(record.outputs)) for record in records]
     wholes = dict(_keyed(reference.outputs))
     keys = list(wholes)
-    forward = [key for key in keys if key[1] == "output"]
-    backward = [key for key in reversed(keys) if key[1] == "gradient"]
+    forward = [key for key in keys if key.kind == "output"]
+    backward = [key for key in reversed(keys) if key.kind == "gradient"]
     search = _ModuleSearch(by_rank, wholes, setting)
     found = search.first_of(forward) or search.unfinished_sum(forward)
     return found or _ModuleSearch(by_rank, wholes, setting).first_of(backward)
 
 
-def _keyed(outputs: Sequence[Output]) -> Iterator[tuple[_Key, LocalValue]]:
+def _keyed(outputs: Sequence[Output]) -> Iterator[tuple[_ValueKey, LocalValue]]:
     """Yield outputs by path, kind and number of the call."""
     counts = dict[tuple[str, str], int]()
     for output in outputs:
         number = counts.get((output.path, output.kind), 0)
         counts[output.path, output.kind] = number + 1
-        yield (output.path, output.kind, number), output.value
+        yield _ValueKey(output.path, output.kind, number), output.value
 
 
 class _ModuleSearch:
@@ -84,8 +96,8 @@ class _ModuleSearch:
 
     def __init__(
         self,
-        by_rank: Sequence[Mapping[_Key, LocalValue]],
-        wholes: Mapping[_Key, LocalValue],
+        by_rank: Sequence[Mapping[_ValueKey, LocalValue]],
+        wholes: Mapping[_ValueKey, LocalValue],
         setting: Setting,
     ) -> None:
         self._by_rank = by_rank
@@ -97,7 +109,7 @@ class _ModuleSearch:
         # local size.
         self._slices = dict[tuple[int, int, int], Tensor]()
 
-    def first_of(self, keys: Sequence[_Key]) -> FirstModule | None:
+    def first_of(self, keys: Sequence[_ValueKey]) -> FirstModule | None:
         """Return the first module with a wrong value, or None."""
         for key in keys:
             values = {rank: found[key] for rank, found in enumerate(self._by_rank) if key in found}
@@ -106,14 +118,14 @@ class _ModuleSearch:
                 continue
             explanation = self._judge(key, values, whole)
             if explanation is not None:
-                return FirstModule(key[0], key[1], explanation)
+                return FirstModule(key.path, key.kind, explanation)
         return None
 
-    def unfinished_sum(self, keys: Sequence[_Key]) -> FirstModule | None:
+    def unfinished_sum(self, keys: Sequence[_ValueKey]) -> FirstModule | None:
         """Return the last module if its output is partial, so that a sum is missing; or None."""
-        if self._partial is None or self._partial[0] != keys[-1][0]:
+        if self._partial is None or self._partial[0] != keys[-1].path:
             return None
-        return FirstModule(keys[-1][0], "output", self._missing_sum())
+        return FirstModule(keys[-1].path, "output", self._missing_sum())
 
     def _missing_sum(self) -> FittingExplanation:
         """Explain a wrong value by the last partial value, which was not summed."""
@@ -123,12 +135,12 @@ class _ModuleSearch:
         return FittingExplanation("missing reduction", axes, text)
 
     def _judge(
-        self, key: _Key, values: Mapping[int, LocalValue], whole: Tensor
+        self, key: _ValueKey, values: Mapping[int, LocalValue], whole: Tensor
     ) -> FittingExplanation | None:
         """Return None for values that are right or partial, else the explanation."""
         setting = self._setting
         allowed = setting.tolerance * float(whole.norm())
-        copies = self._place(values, whole, (key[1], allowed))
+        copies = self._place(values, whole, key.kind, allowed)
         if copies is not None:
             missing = _uncovered(copies, whole, allowed)
             if missing is None:
@@ -144,10 +156,10 @@ class _ModuleSearch:
             summed = _sum_values(values, axes, setting.grid)
             if summed is None:
                 continue
-            placed = self._place(summed, whole, (key[1], allowed))
+            placed = self._place(summed, whole, key.kind, allowed)
             if placed is not None:
                 self._note_slices(placed, whole)
-                self._partial = (key[0], axes)
+                self._partial = (key.path, axes)
                 return None
         copies = self._place_by_slices(values, whole)
         if copies is None:
@@ -156,7 +168,7 @@ class _ModuleSearch:
         return self._explain(key, copies, whole)
 
     def _place(
-        self, values: Mapping[int, LocalValue], whole: Tensor, choices: tuple[str, float]
+        self, values: Mapping[int, LocalValue], whole: Tensor, kind: str, allowed: float
     ) -> list[RankCopy] | None:
         """Find the values of all ranks in the whole value, by metadata or by values.
 
@@ -165,9 +177,9 @@ class _ModuleSearch:
         Args:
             values: the values by rank.
             whole: the value of one device.
-            choices: "output" or "gradient", and the allowed difference.
+            kind: "output" or "gradient".
+            allowed: the allowed difference.
         """
-        kind, allowed = choices
         grid = self._setting.grid
         factors = [1.0]
         if kind == "gradient":
@@ -232,7 +244,9 @@ class _ModuleSearch:
             copies.append(RankCopy(rank, "", value.tensor, index))
         return copies
 
-    def _explain(self, key: _Key, copies: Sequence[RankCopy], whole: Tensor) -> FittingExplanation:
+    def _explain(
+        self, key: _ValueKey, copies: Sequence[RankCopy], whole: Tensor
+    ) -> FittingExplanation:
         """Explain a wrong value by the last partial value, or else by its own values."""
         setting = self._setting
         explanations = explain_copies(copies, Expected(whole), setting, "output")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +39,20 @@ class Verdict:
     compared: int
     not_compared: list[str]
     setting: Setting
+
+
+class _Quantity(NamedTuple):
+    """The values of one kind, of all parameters.
+
+    Attributes:
+        by_rank: the values of each rank.
+        reference: the values of one device.
+        history: the values of one device at the earlier steps.
+    """
+
+    by_rank: Sequence[Values]
+    reference: Values
+    history: Sequence[Values]
 
 
 def tolerance_of(epsilon: float) -> float:
@@ -208,7 +223,7 @@ class _TensorComparison:
         wholes = self.reference.steps[step].before
         history = [earlier.before for earlier in self.reference.steps[:step]]
         # if parameters are wrong before step 1, the update of step 0 was wrong
-        self._compare(max(step - 1, 0), "parameter", (values, wholes, history))
+        self._compare(max(step - 1, 0), "parameter", _Quantity(values, wholes, history))
 
     def _final_parameters(self, steps: int) -> None:
         """Compare the parameters at the end."""
@@ -216,7 +231,8 @@ class _TensorComparison:
         now = [(record.after, record.replaced_after) for record in self.ranks]
         self._place_replaced(max(steps - 1, 0), now, self.reference.after)
         history = [earlier.before for earlier in self.reference.steps]
-        self._compare(max(steps - 1, 0), "parameter", (values, self.reference.after, history))
+        quantity = _Quantity(values, self.reference.after, history)
+        self._compare(max(steps - 1, 0), "parameter", quantity)
 
     def _gradients(self, step: int) -> None:
         """Compare the gradients at the optimizer's step."""
@@ -225,7 +241,7 @@ class _TensorComparison:
         values = [_with_zeros(rank_step) for rank_step in steps]
         wholes = _with_zeros(record)
         history = [earlier.gradients for earlier in self.reference.steps[:step]]
-        self._compare(step, "gradient", (values, wholes, history))
+        self._compare(step, "gradient", _Quantity(values, wholes, history))
         if not self.findings:
             return
         clip = explain_clip(self._copies_of_gradients(step), wholes, record, self.setting)
@@ -257,8 +273,8 @@ class _TensorComparison:
         for key in keys:
             values = [_states_of(states, key) for states in by_rank]
             history = [_states_of(earlier.states, key) for earlier in self.reference.steps[:step]]
-            compared = (values, _states_of(wholes, key), history)
-            self._compare(step, f"optimizer state {key}", compared)
+            quantity = _Quantity(values, _states_of(wholes, key), history)
+            self._compare(step, f"optimizer state {key}", quantity)
 
     def _returned(self, steps: int) -> None:
         """Compare the values that the program returned."""
@@ -276,31 +292,20 @@ class _TensorComparison:
                     index = find_index(value.tensor, whole.tensor, slack)
                 if index is not None:
                     copies.append(RankCopy(rank, name, value.tensor, index))
-            self._judge(max(steps - 1, 0), "returned value", (name, copies, Expected(whole.tensor)))
+            expected = Expected(whole.tensor)
+            self._judge(max(steps - 1, 0), "returned value", name, copies, expected=expected)
 
     # --- comparison of one quantity -------------------------------------------------------------
 
-    def _compare(
-        self,
-        step: int,
-        quantity: str,
-        values: tuple[Sequence[Values], Values, Sequence[Values]],
-    ) -> None:
-        """Compare a quantity of all parameters.
-
-        Args:
-            step: the step.
-            quantity: the kind of value.
-            values: the values of the ranks, of one device, and of one device at earlier steps.
-        """
-        by_rank, wholes, history = values
-        copies = self._gather(by_rank)
-        stale = self._stale_gradients(step) if quantity == "gradient" else {}
-        microbatches = self.reference.steps[step].unreduced if quantity == "gradient" else []
-        for name, whole in wholes.items():
+    def _compare(self, step: int, kind: str, quantity: _Quantity) -> None:
+        """Compare the values of one kind (parameter, gradient, ...) of all parameters."""
+        copies = self._gather(quantity.by_rank)
+        stale = self._stale_gradients(step) if kind == "gradient" else {}
+        microbatches = self.reference.steps[step].unreduced if kind == "gradient" else []
+        for name, whole in quantity.reference.items():
             if name not in copies or not copies[name]:
                 continue
-            before = [past[name].tensor for past in history if name in past]
+            before = [past[name].tensor for past in quantity.history if name in past]
             # A program may have replaced the parameter by one of another shape.
             earlier = [tensor for tensor in before if tensor.shape == whole.tensor.shape]
             parts = [part[name].tensor for part in microbatches if name in part]
@@ -308,28 +313,27 @@ class _TensorComparison:
             expected = Expected(
                 whole.tensor, earlier, parts if is_complete else (), stale.get(name)
             )
-            self._judge(step, quantity, (name, copies[name], expected))
+            self._judge(step, kind, name, copies[name], expected=expected)
 
     def _judge(
-        self, step: int, quantity: str, value: tuple[str, Sequence[RankCopy], Expected]
+        self, step: int, kind: str, name: str, copies: Sequence[RankCopy], *, expected: Expected
     ) -> None:
-        """Compare one logical tensor, given its name, copies and expected values; explain it if wrong."""
-        name, copies, expected = value
+        """Compare the copies of one logical tensor with its expected values; explain them if wrong."""
         copies = [copy for copy in copies if copy.values.shape == copy.index.shape]
         if not copies:
             return
         self.compared += 1
         setting = self.setting
-        if quantity != "gradient":
+        if kind != "gradient":
             # the floor of the setting is for gradients
             setting = replace(setting, floor=setting.tolerance * 1e-6)
         if is_right(copies, expected.now, setting):
             return
-        family = "optimizer state" if quantity.startswith("optimizer") else quantity
+        family = "optimizer state" if kind.startswith("optimizer") else kind
         explanations = explain_copies(copies, expected, setting, family)
         difference = relative_difference(copies, expected.now)
         self.findings.append(
-            CertificationFinding(step, quantity, name, difference, explanations=explanations)
+            CertificationFinding(step, kind, name, difference, explanations=explanations)
         )
 
     def _stale_gradients(self, step: int) -> dict[str, Tensor]:

@@ -362,20 +362,20 @@ def _reduce_uneven_blocks(
 ) -> Pending:
     """`P -> S(0)`: reduce blocks of different sizes and return this rank's one."""
     largest = max(sizes)
-    own = sizes[comm.rank]
+    own_size = sizes[comm.rank]
     # Padded blocks would send more than an all-reduce.
     if largest * comm.size > 2 * sum(sizes):
         first = sum(sizes[: comm.rank])
         whole = rows.clone(memory_format=torch.contiguous_format)
         pending = reduced(whole, comm, recipe, background)
-        return pending.then(lambda total: total.narrow(0, first, own))
+        return pending.then(lambda total: total.narrow(0, first, own_size))
     # (3, 1, 2): rows a b c d e f are sent as a b c, d 0 0, e f 0
     zeros = rows.new_zeros((largest - min(sizes), *rows.shape[1:]))
     parts = []
     for block, size in zip(torch.split(rows, list(sizes)), sizes, strict=True):
         parts += [block, zeros[: largest - size]]
     pending = reduced_blocks(torch.cat(parts), comm, recipe, background)
-    return pending.then(lambda block: block[:own])
+    return pending.then(lambda block: block[:own_size])
 
 
 def _to_wire(tensor: Tensor, dtype: torch.dtype) -> Tensor:

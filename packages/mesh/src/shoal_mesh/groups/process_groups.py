@@ -26,7 +26,7 @@ from .._torch import WORLDS, ProcessGroup, constant_when_compiled
 from ..argument_types import require, require_each, suggests_keywords
 from ..errors import BackendError, MeshError, NoGroupError
 from ..transport import Transport
-from .world import require_world, world_place
+from .world import WorldPlace, require_world, world_place
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,8 @@ class BackendChoice:
     def __setstate__(self, state: Sequence[object]) -> None:
         """Restore the fields of a pickle; pickles of earlier versions do not have the last ones."""
         stored = dict(zip(self.__slots__, state, strict=False))
-        for each in fields(self):
-            object.__setattr__(self, each.name, stored.get(each.name, each.default))
+        for entry in fields(self):
+            object.__setattr__(self, entry.name, stored.get(entry.name, entry.default))
 
     @property
     def key(self) -> str:
@@ -136,7 +136,7 @@ class Comm:
     # which it was made, the size, own rank and backend of that default group (`world_place`), and
     # the options of the group.
     _world: ProcessGroup | None = None
-    _place: tuple[int, int, str] | None = None
+    _place: WorldPlace | None = None
     _choice: BackendChoice | None = None
     # the result of `comm_of_threads`, once it was made
     _of_threads: Comm | None = None
@@ -211,6 +211,7 @@ class Comm:
             ranks = tuple(ranks)
         backend = _torch.backend_config(group)
         is_of_torch = type(group) is ProcessGroup
+        has_gloo = "cpu:gloo" in backend.split(",")
         comm = cls(
             _group=group,
             name=group.group_name,
@@ -220,7 +221,7 @@ class Comm:
             line=ranks,
             order=order,
             backend=backend,
-            on_gloo=is_of_torch and "cpu:gloo" in backend.split(","),
+            on_gloo=is_of_torch and has_gloo,
             in_python=not is_of_torch and not group._device_types,
             _world=world,
             _place=world_place(),

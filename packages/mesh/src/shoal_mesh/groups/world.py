@@ -10,7 +10,7 @@ import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,13 +28,23 @@ _FIRST = 256
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def world_place() -> tuple[int, int, str] | None:
-    """Return size, rank and backend of the default group; None if there is none.
+class WorldPlace(NamedTuple):
+    """The place of this process in the default group, and the group's backend.
 
     A mesh continues with another default group in which these are the same.
     """
+
+    size: int
+    rank: int
+    backend: str
+
+
+def world_place() -> WorldPlace | None:
+    """Return the place of this process in the default group; None if there is no such group."""
     world = _torch.default_group()
-    return None if world is None else (world.size(), world.rank(), _torch.backend_config(world))
+    if world is None:
+        return None
+    return WorldPlace(world.size(), world.rank(), _torch.backend_config(world))
 
 
 @suggests_keywords()

@@ -16,7 +16,7 @@ import sys
 from contextlib import suppress
 from operator import attrgetter
 from types import CellType, CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 
@@ -82,7 +82,7 @@ class _Pickler(cloudpickle.Pickler):
             cells = obj.__closure__ or ()
             start = (module, file, obj.__code__, obj.__name__, len(cells))
             contents = [cell.cell_contents for cell in cells]
-            state = (contents, obj.__defaults__, obj.__kwdefaults__)
+            state = _FunctionState(contents, obj.__defaults__, obj.__kwdefaults__)
             return _function_of, start, state, None, None, _fill
         return ordinary(obj)  # type: ignore[no-untyped-call]  # as above
 
@@ -93,10 +93,19 @@ def _function_of(module: str, file: str, code: CodeType, name: str, cells: int) 
     return FunctionType(code, vars(find_module(module, file)), name, closure=closure)
 
 
-def _fill(function: FunctionType, state: tuple[list[Any], Any, Any]) -> None:
-    """Give a function the contents of its closure, which may include itself, and its defaults."""
-    contents, function.__defaults__, function.__kwdefaults__ = state
-    for cell, value in zip(function.__closure__ or (), contents, strict=True):
+class _FunctionState(NamedTuple):
+    """The parts of an inner function that may refer to the function itself."""
+
+    closure_contents: list[Any]
+    defaults: tuple[Any, ...] | None
+    keyword_defaults: dict[str, Any] | None
+
+
+def _fill(function: FunctionType, state: _FunctionState) -> None:
+    """Give a function the contents of its closure, and its defaults."""
+    function.__defaults__ = state.defaults
+    function.__kwdefaults__ = state.keyword_defaults
+    for cell, value in zip(function.__closure__ or (), state.closure_contents, strict=True):
         cell.cell_contents = value
 
 

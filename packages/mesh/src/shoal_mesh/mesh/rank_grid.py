@@ -431,9 +431,9 @@ class RankGrid:
                 raise NoGroupError(
                     f"the default process group that {self!r} was created under has been destroyed"
                 )
-            given, _ = self._given.get(frozenset(ranks), (None, 0))
-            if given is not None and choice == BackendChoice():
-                group = given.group
+            comm_of_program, _ = self._given.get(frozenset(ranks), (None, 0))
+            if comm_of_program is not None and choice == BackendChoice():
+                group = comm_of_program.group
             else:
                 group = find_or_create(ranks, choice, f"mesh_{'_'.join(names)}")
             # if several threads come here, all get the communicator that was stored first

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache
 from itertools import count
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -43,8 +43,6 @@ from ..transport import Pending
 from ..watch.backend_work import lost_ranks
 from ..watch.peers import minority, wait_until
 from ..watch.recorder import LIBRARIES
-
-Numbers = tuple[int, int, int]
 
 # Flows (`statement`) are computed modulo this prime, so that any backend can send them as signed
 # 64-bit integers.
@@ -196,7 +194,7 @@ class _Comparison:
                 own_numbers = torch.tensor(numbers, device=device_of(comm.group))
                 work = calls.all_gather(own_numbers, comm)
                 self._wait(work, comm, text)
-                rows: list[Any] = work.wait().view(comm.size, -1).tolist()
+                rows = [Numbers(*row) for row in work.wait().view(comm.size, -1).tolist()]
         except LockstepError as error:
             raise self._break_off(comm, error) from error
         except PeerError as error:
@@ -216,7 +214,9 @@ class _Comparison:
         lines = [f"ranks are about to run different collectives at step {step} along {axes}:"]
         lines += [f"  {ranks}: {collective}" for ranks, collective in by_ranks(texts).items()]
         # without the flows, which also differ between ranks that agree
-        statements = {rank: tuple(row[:2]) for rank, row in zip(comm.ranks, rows, strict=True)}
+        statements = {}
+        for rank, numbers in zip(comm.ranks, rows, strict=True):
+            statements[rank] = (numbers.facts, numbers.dtypes)
         return LockstepError("\n".join(lines), minority(statements))
 
     def after(self, event: Event) -> None:
@@ -305,23 +305,42 @@ class _AbsentRanks(NamedTuple):
 # --- what a rank is about to do -------------------------------------------------------------------
 
 
-def statement(event: Event, *, call_sites: bool) -> tuple[Numbers, str]:
-    """Return the next collective of a rank as three numbers for `agree`, and as a line of text.
+class Numbers(NamedTuple):
+    """The next collective of a rank, as numbers that ranks compare.
 
-    The first number stands for the facts that all ranks share, which include the lines of the
-    program if `call_sites` is true. The second number stands for the dtypes, and is 0 for a rank
-    without tensors. The third number is the flow: a weighted sum of the elements that the rank
-    sends and expects. The text is like `all_reduce sum float32 shape (2,), for step 3
-    (train.py:80)`.
+    Attributes:
+        facts: stands for the facts that all ranks share.
+        dtypes: stands for the dtypes; 0 for a rank without tensors.
+        flow: a weighted sum of the elements that the rank sends and expects.
+    """
+
+    facts: int
+    dtypes: int
+    flow: int
+
+
+class _StatedFacts(NamedTuple):
+    """The facts of a collective without its flow, and the line of text that states them."""
+
+    facts: int
+    dtypes: int
+    line: str
+
+
+def statement(event: Event, *, call_sites: bool) -> tuple[Numbers, str]:
+    """Return the next collective of a rank as numbers for `agree`, and as a line of text.
+
+    The facts include the lines of the program if `call_sites` is true. The text is like
+    `all_reduce sum float32 shape (2,), for step 3 (train.py:80)`.
     """
     dtypes = tuple([tensor.dtype for tensor in event.tensors])
     same = tuple(event.same.items())
     place = (_call_stack(), call_sites)
-    facts, dtypes_number, line = _state_facts(
+    shared = _state_facts(
         event.op, event.reduce_op, same, dtypes, purpose=event.purpose, place=place
     )
     if event.sends is None or event.receives is None:
-        return (facts, dtypes_number, 0), line
+        return Numbers(shared.facts, shared.dtypes, flow=0), shared.line
     # Each pair (sender, receiver) has a weight. The sender adds it for each element, and the
     # receiver subtracts it for each element that it expects. If ranks agree, all flows sum to 0.
     rank = event.comm.rank
@@ -330,8 +349,8 @@ def statement(event: Event, *, call_sites: bool) -> tuple[Numbers, str]:
     for other, (sent, expected) in enumerate(zip(event.sends, event.receives, strict=True)):
         flow += _weight(rank * size + other) * sent
         flow -= _weight(other * size + rank) * expected
-    line = f"sends {list(event.sends)}, receives {list(event.receives)}: {line}"
-    return (facts, dtypes_number, flow % _MODULUS), line
+    line = f"sends {list(event.sends)}, receives {list(event.receives)}: {shared.line}"
+    return Numbers(shared.facts, shared.dtypes, flow % _MODULUS), line
 
 
 @lru_cache(maxsize=4096)
@@ -342,8 +361,8 @@ def _state_facts(
     dtypes: tuple[object, ...],
     purpose: str,
     place: tuple[tuple[str | int, ...], bool],
-) -> tuple[int, int, str]:
-    """Return the number of the facts that ranks must share, the number of the dtypes, and the line.
+) -> _StatedFacts:
+    """Return the facts of a collective as numbers and as a line of text.
 
     Results are cached, because a loop repeats its collectives.
     """
@@ -362,16 +381,16 @@ def _state_facts(
     dtypes_number = _number_of(",".join(names)) if names else 0
     compared_site = call_site if call_sites else ""
     facts = _number_of(f"{op}|{reduce_op}|{sizes}|{purpose}|{compared_site}")
-    return facts, dtypes_number, f"{text} ({call_site})"
+    return _StatedFacts(facts, dtypes_number, f"{text} ({call_site})")
 
 
 def agree(rows: Sequence[Numbers]) -> bool:
     """Return whether the statements of all ranks fit together."""
-    facts, dtypes_numbers, flows = zip(*rows, strict=True)
-    if len(set(facts)) != 1 or len({*dtypes_numbers} - {0}) > 1:
+    facts = {numbers.facts for numbers in rows}
+    dtypes = {numbers.dtypes for numbers in rows if numbers.dtypes}
+    if len(facts) > 1 or len(dtypes) > 1:
         return False
-    total: int = sum(flows)
-    return total % _MODULUS == 0
+    return sum(numbers.flow for numbers in rows) % _MODULUS == 0
 
 
 def _number_of(text: str) -> int:
@@ -502,12 +521,12 @@ def check_distinct(
     """
     comm = calls.resolve(comm)
     tensors = _named_tensors("check_distinct", tensor, what)
-    digests: list[object] = [_digest(name, each.detach()) for name, each in tensors.items()]
-    if not any(each.numel() for each in tensors.values()):
+    digests: list[object] = [_digest(name, value.detach()) for name, value in tensors.items()]
+    if not any(value.numel() for value in tensors.values()):
         digests.append(f"rank {comm.rank} without elements")
-    own = torch.tensor([_number_of(str(digests))], device=device_of(comm.group))
+    own_number = torch.tensor([_number_of(str(digests))], device=device_of(comm.group))
     ranks_by_digest = defaultdict(list)
-    for rank, digest in zip(comm.ranks, even.all_gather(own, comm).tolist(), strict=True):
+    for rank, digest in zip(comm.ranks, even.all_gather(own_number, comm).tolist(), strict=True):
         ranks_by_digest[digest].append(rank)
     equal = [ranks for ranks in ranks_by_digest.values() if len(ranks) > 1]
     if equal:
@@ -528,10 +547,10 @@ def _named_tensors(
     if isinstance(tensor, Tensor):
         named = {what: tensor}
     else:
-        named = {f"{what}.{name}": each for name, each in tensor.items()}
-    for each in named.values():
-        require(each, Tensor, f"{function} compares tensors", CollectiveTypeError)
-        calls.check_operand(each.detach())
+        named = {f"{what}.{name}": value for name, value in tensor.items()}
+    for value in named.values():
+        require(value, Tensor, f"{function} compares tensors", CollectiveTypeError)
+        calls.check_operand(value.detach())
     return named
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial, reduce
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -180,6 +181,14 @@ def tree_of_products(terms: Sequence[Sequence[Pair]], *, fused: bool) -> Tensor:
     return tree_of(len(terms), term, add_term)
 
 
+class _OperandKind(NamedTuple):
+    """The facts of an operand on which the bits of a kernel depend."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
 @dataclass(frozen=True, eq=False)
 class Measured:
     """A function of a number of blocks and of tensors, with faster forms.
@@ -197,9 +206,11 @@ class Measured:
 
     def __call__(self, blocks: int, *operands: Tensor) -> Tensor:
         tensors = [contiguous_block(operand) for operand in operands]
-        layouts = tuple([(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors])
+        kinds = tuple(
+            [_OperandKind(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+        )
         threads = torch.get_num_threads()
-        form = _fastest_form(self, blocks, layouts, threads=threads)
+        form = _fastest_form(self, blocks, kinds, threads=threads)
         return form(blocks, *tensors)
 
 
@@ -207,18 +218,18 @@ class Measured:
 def _fastest_form(
     measured: Measured,
     blocks: int,
-    layouts: tuple[tuple[torch.Size, torch.dtype, torch.device], ...],
+    kinds: tuple[_OperandKind, ...],
     threads: int,
 ) -> Form:
-    """Return the fastest form with the bits of the definition, for operands of these layouts.
+    """Return the fastest form with the bits of the definition, for operands of these kinds.
 
     Args:
         measured: the function.
         blocks: the number of blocks.
-        layouts: shape, dtype and device of every operand.
+        kinds: the kind of every operand.
         threads: torch's number of threads; a key of the cache, because kernels depend on it.
     """
-    if any(device.type == "meta" for *_, device in layouts):
+    if any(kind.device.type == "meta" for kind in kinds):
         return measured.definition
     # The trial must not change the program. It draws from its own generator and records no
     # gradients. Modes and subclasses of the user do not observe its functions
@@ -226,9 +237,9 @@ def _fastest_form(
     with torch.no_grad(), unwatched_functions(), unwatched():
         draw = torch.Generator().manual_seed(0)
         operands = []
-        for shape, dtype, device in layouts:
-            drawn = torch.randn(shape, generator=draw)
-            operands.append(drawn.to(device, dtype))
+        for kind in kinds:
+            drawn = torch.randn(kind.shape, generator=draw)
+            operands.append(drawn.to(kind.device, kind.dtype))
         expected = measured.definition(blocks, *operands)
         for form in measured.faster:
             result = form(blocks, *operands)

@@ -22,6 +22,7 @@ from typing import Any, cast
 import torch
 
 from shoal_dtensor.internal import (
+    BlockMove,
     Blocks,
     Box,
     exchange_blocks,
@@ -64,7 +65,7 @@ def _run(
     before = list(zip(_boxes(source, rank), tensors, strict=False))
     after = list(zip(_boxes(target, rank), out, strict=False))
     plan = _plan(source, target, comm.ranks, comm.rank)
-    move_blocks([(plan, before, after)], comm)
+    move_blocks([BlockMove(plan, before, after)], comm)
 
 
 def move(

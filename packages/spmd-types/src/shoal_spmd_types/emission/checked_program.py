@@ -69,7 +69,7 @@ class _LineCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torc
         return result
 
 
-def _describe_call(func: Any, args: Any, kwargs: Any, outputs: Sequence[Any]) -> Any:
+def _describe_call(func: Any, args: Any, kwargs: Any, outputs: Sequence[Any]) -> object:
     """Return a call as a value to compare: operator, arguments and shapes of the results.
 
     Calls that differ only in the spelling of equal arguments give equal values: all views are one
@@ -79,22 +79,22 @@ def _describe_call(func: Any, args: Any, kwargs: Any, outputs: Sequence[Any]) ->
     name = signature_of(func).name.removeprefix("aten::")
     if name in _VIEWS:
         return ("view", shapes)
-    given = {}
+    values = {}
     for argument, value in zip(signature_of(func).arguments, args, strict=False):
-        given[argument.name] = value
-    given |= kwargs
+        values[argument.name] = value
+    values |= kwargs
     for argument in signature_of(func).arguments:
         if argument.has_default_value():
-            given.setdefault(argument.name, argument.default_value)
+            values.setdefault(argument.name, argument.default_value)
     ignored = ("pin_memory", "layout", "device")
-    kept = {key: _plain(value) for key, value in given.items() if key not in ignored}
+    kept = {key: _plain(value) for key, value in values.items() if key not in ignored}
     dim = kept.get("dim")
-    if isinstance(dim, int) and dim < 0 and isinstance(given.get("self"), Tensor | TracedValue):
-        kept["dim"] = dim + len(given["self"].shape)
+    if isinstance(dim, int) and dim < 0 and isinstance(values.get("self"), Tensor | TracedValue):
+        kept["dim"] = dim + len(values["self"].shape)
     return (name, func._overloadname, kept, shapes)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any) -> object:
     """Return an argument as a value to compare: a tensor as its shape and dtype, False as None."""
     if isinstance(value, Tensor | TracedValue):
         return ("tensor", tuple(value.shape), value.dtype)

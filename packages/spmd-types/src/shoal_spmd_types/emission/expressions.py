@@ -155,7 +155,10 @@ def _method_texts(
 def _slice_text(values: Sequence[Any], args: Sequence[str]) -> str:
     """Return a slice as an index: `x[:, :, 4:8]`."""
     dim = values[1] if len(values) > 1 else 0
-    start, end, step = _bounds(args)
+    # the operator takes the tensor, the dim, start, end and step
+    start = _bound(args, 2, default="0")
+    end = _bound(args, 3, default=_END)
+    step = _bound(args, 4, default="1")
     of_step = "" if step == "1" else f":{step}"
     bounds = f"{_unless(start, '0')}:{_unless(end, _END)}{of_step}"
     if dim < 0:
@@ -165,16 +168,10 @@ def _slice_text(values: Sequence[Any], args: Sequence[str]) -> str:
     return f"{args[0]}[{before}{bounds}]"
 
 
-def _bounds(args: Sequence[str]) -> tuple[str, str, str]:
-    """Return start, end and step of a slice; defaults for bounds that are left out or None."""
-    defaults = ("0", _END, "1")
-    given = [*args[2:]]
-    bounds = [*given, *defaults[len(given) :]]
-    start, end, step = [
-        default if bound == "None" else bound
-        for bound, default in zip(bounds, defaults, strict=True)
-    ]
-    return start, end, step
+def _bound(args: Sequence[str], position: int, *, default: str) -> str:
+    """Return a bound of a slice; the default for a bound that is left out or None."""
+    is_missing = position >= len(args) or args[position] == "None"
+    return default if is_missing else args[position]
 
 
 def _unless(text: str, default: str) -> str:
@@ -185,16 +182,16 @@ def _unless(text: str, default: str) -> str:
 def _attention_text(operation: TracedOperation, names: Names) -> str:
     """Return attention as a call of the function that chooses the kernel."""
     arguments = [argument.name for argument in signature_of(operation.operator).arguments]
-    given = dict(zip(arguments, operation.args, strict=False))
-    given |= operation.kwargs
-    text = ", ".join([literal(given[name], names) for name in ("query", "key", "value")])
-    mask = given.get("attn_mask", given.get("attn_bias"))
+    values = dict(zip(arguments, operation.args, strict=False))
+    values |= operation.kwargs
+    text = ", ".join([literal(values[name], names) for name in ("query", "key", "value")])
+    mask = values.get("attn_mask", values.get("attn_bias"))
     if mask is not None:
         text += f", attn_mask={literal(mask, names)}"
-    if given.get("is_causal"):
+    if values.get("is_causal"):
         text += ", is_causal=True"
-    if given.get("scale") is not None:
-        text += f", scale={given['scale']!r}"
+    if values.get("scale") is not None:
+        text += f", scale={values['scale']!r}"
     return f"F.scaled_dot_product_attention({text})"
 
 

@@ -37,7 +37,9 @@ def explain_difference(
     stacked = torch.stack(tensors).double()
     by_rank = stacked.view(*mesh.shape, *expected.shape)
     are_replicas = all(are_same(tensor, tensors[0]) for tensor in tensors)
-    for axes, names, number in _sets_of_axes(mesh):
+    for axes in _sets_of_axes(mesh):
+        names = [mesh.axis_names[axis] for axis in axes]
+        number = prod(mesh.shape[axis] for axis in axes)
         if not are_replicas:
             # A sum of equal values is a multiple: another fault explains it.
             total = by_rank.sum(axes, keepdim=True).expand_as(by_rank).reshape_as(stacked)
@@ -53,11 +55,8 @@ def explain_difference(
     return ""
 
 
-def _sets_of_axes(mesh: DeviceMesh) -> Iterator[tuple[list[int], list[str], int]]:
-    """Yield sets of axes with more than one rank, small sets first: dims, names, number of ranks."""
-    shape = mesh.shape
-    active = [axis for axis, size in enumerate(shape) if size > 1]
+def _sets_of_axes(mesh: DeviceMesh) -> Iterator[tuple[int, ...]]:
+    """Yield every set of axes that have more than one rank, small sets first."""
+    active = [axis for axis, size in enumerate(mesh.shape) if size > 1]
     for length in range(1, len(active) + 1):
-        for axes in combinations(active, length):
-            number = prod(shape[axis] for axis in axes)
-            yield [*axes], [mesh.axis_names[axis] for axis in axes], number
+        yield from combinations(active, length)

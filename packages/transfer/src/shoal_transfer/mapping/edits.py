@@ -69,10 +69,10 @@ def fuse(shapes: Shapes, fused: Mapping[str, Sequence[str]], dim: int, groups: i
             _require(shapes, names, target)
             lengths = [_share(shapes, name, dim, groups) for name in names]
             targets[target] = _resized(shapes[names[0]], dim, groups * sum(lengths))
-            for place, name, rows in _turns(names, lengths, groups):
-                region = _along(targets[target], dim, place)
-                source_region = _along(shapes[name], dim, rows)
-                parts.append(straight(target, region, name, source_region))
+            for block in _turns(names, lengths, groups):
+                region = _along(targets[target], dim, block.rows_in_fused)
+                source_region = _along(shapes[block.name], dim, block.rows)
+                parts.append(straight(target, region, block.name, source_region))
             taken |= {*names}
     return _with_others(shapes, taken, targets, parts)
 
@@ -94,9 +94,10 @@ def split(shapes: Shapes, blocks: Mapping[str, Mapping[str, int]], dim: int, gro
             for name, size in zip(names, sizes.values(), strict=True):
                 targets[name] = _resized(shape, dim, size)
             lengths = [_share(targets, name, dim, groups) for name in names]
-            for place, name, rows in _turns(names, lengths, groups):
-                region = _along(targets[name], dim, rows)
-                parts.append(straight(name, region, source, _along(shape, dim, place)))
+            for block in _turns(names, lengths, groups):
+                region = _along(targets[block.name], dim, block.rows)
+                source_region = _along(shape, dim, block.rows_in_fused)
+                parts.append(straight(block.name, region, source, source_region))
             taken.add(source)
     return _with_others(shapes, taken, targets, parts)
 
@@ -297,10 +298,16 @@ def _share(shapes: Shapes, name: str, dim: int, groups: int) -> int:
     return share
 
 
-def _turns(
-    names: Sequence[str], lengths: Sequence[int], groups: int
-) -> Iterator[tuple[range, str, range]]:
-    """Yield the place in the fused tensor, the name and the rows of each block.
+class _FusedBlock(NamedTuple):
+    """Rows of a tensor, and the rows of the fused tensor that hold them."""
+
+    name: str
+    rows: range
+    rows_in_fused: range
+
+
+def _turns(names: Sequence[str], lengths: Sequence[int], groups: int) -> Iterator[_FusedBlock]:
+    """Yield the blocks of a fused tensor in their order.
 
     The tensors take turns: each adds one block of its rows in every group.
 
@@ -311,7 +318,8 @@ def _turns(
     for number, place in enumerate(places):
         group, member = divmod(number, len(names))
         length = lengths[member]
-        yield range(*place), names[member], range(group * length, (group + 1) * length)
+        rows = range(group * length, (group + 1) * length)
+        yield _FusedBlock(names[member], rows, rows_in_fused=range(*place))
 
 
 def _with_others(

@@ -51,6 +51,14 @@ class Traffic(NamedTuple):
     between_hosts: int
 
 
+class _RankPair(NamedTuple):
+    """A rank that sends, with its side ("source" or "target"), and a target rank that receives."""
+
+    side: str
+    sender: int
+    receiver: int
+
+
 @dataclass(frozen=True, repr=False)
 class TransferPlan:
     """A proven transfer: exact regions between two layouts, in the order of the target's tensors.
@@ -147,17 +155,17 @@ class TransferPlan:
 
     def traffic(self) -> Traffic:
         """Return the bytes that the plan moves."""
-        pairs, local = self._pairs()
+        pairs, local = self._count_bytes()
         sent = Counter[tuple[str, int]]()
         received = Counter[int]()
         between_hosts = 0
-        for (side, sender, receiver), nbytes in pairs.items():
+        for pair, nbytes in pairs.items():
             # in one world a rank that forwards is the rank that sends
-            process_side = "source" if self.is_one_world else side
-            sent[process_side, sender] += nbytes
-            received[receiver] += nbytes
-            hosts = (self.source if side == "source" else self.target).hosts
-            if hosts[sender] != self.target.hosts[receiver]:
+            process_side = "source" if self.is_one_world else pair.side
+            sent[process_side, pair.sender] += nbytes
+            received[pair.receiver] += nbytes
+            hosts = (self.source if pair.side == "source" else self.target).hosts
+            if hosts[pair.sender] != self.target.hosts[pair.receiver]:
                 between_hosts += nbytes
         most_sent = max(sent.values(), default=0)
         most_received = max(received.values(), default=0)
@@ -218,9 +226,10 @@ class TransferPlan:
             )
         lines.append(f"{busiest}, {between_hosts} between hosts")
         lines.append(f"gather and broadcast: {usual_bytes}")
-        by_pair, _ = self._pairs()
-        for (side, sender, receiver), nbytes in by_pair.most_common(pairs):
-            lines.append(f"  {side} {sender} -> target {receiver}: {format_bytes(nbytes)}")
+        by_pair, _ = self._count_bytes()
+        for pair, nbytes in by_pair.most_common(pairs):
+            line = f"  {pair.side} {pair.sender} -> target {pair.receiver}"
+            lines.append(f"{line}: {format_bytes(nbytes)}")
         if len(by_pair) > pairs:
             lines.append(f"  and {len(by_pair) - pairs} more pairs")
         return "\n".join(lines)
@@ -235,9 +244,9 @@ class TransferPlan:
         """Return the text of `explain` for notebooks."""
         return html_text(self.explain())
 
-    def _pairs(self) -> tuple[Counter[tuple[str, int, int]], int]:
-        """Return bytes by (side of the sender, sender, receiver), and bytes inside ranks."""
-        pairs = Counter[tuple[str, int, int]]()
+    def _count_bytes(self) -> tuple[Counter[_RankPair], int]:
+        """Return the bytes that each pair of ranks exchanges, and the bytes that stay inside ranks."""
+        pairs = Counter[_RankPair]()
         local = 0
         uses = Counter(id(tensor.table) for tensor in self.tensors)
         tables = {id(tensor.table): tensor.table for tensor in self.tensors}
@@ -251,7 +260,7 @@ class TransferPlan:
                     continue
                 side = "source" if route.copied is None else "target"
                 for sender, times in _turns(route, uses[number]):
-                    pairs[side, sender, route.receiver.rank] += nbytes * times
+                    pairs[_RankPair(side, sender, route.receiver.rank)] += nbytes * times
         return pairs, local
 
 

@@ -8,7 +8,7 @@ if the rule's function does nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,12 +23,20 @@ from ...rules.language.rule import LocalCall, Rule, local_function
 _RESHAPES = frozenset({"view", "_unsafe_view", "_reshape_alias", "reshape", "expand", "squeeze"})
 
 
+class _RecordedCall(NamedTuple):
+    """A call of an operator."""
+
+    operator: OpOverload
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
 class _CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
     """The operators that a function runs."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # of torch
-        self.calls: list[tuple[OpOverload, tuple[Any, ...], Mapping[str, Any]]] = []
+        self.calls: list[_RecordedCall] = []
 
     def __torch_dispatch__(
         self,
@@ -37,7 +45,7 @@ class _CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of t
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        self.calls.append((func, args, kwargs or {}))
+        self.calls.append(_RecordedCall(func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -68,12 +76,12 @@ def is_the_operator(rule: Rule, local_call: LocalCall) -> bool:
         return False
     if len(recorder.calls) != 1:
         return False
-    op, run_args, run_kwargs = recorder.calls[0]
-    if _name(op) in _RESHAPES and _name(call.op) in _RESHAPES:
+    (run,) = recorder.calls
+    if _name(run.operator) in _RESHAPES and _name(call.op) in _RESHAPES:
         return True
-    return op is call.op and _numbers(call.op, run_args, run_kwargs) == _numbers(
-        call.op, args, kwargs
-    )
+    if run.operator is not call.op:
+        return False
+    return _numbers(call.op, run.args, run.kwargs) == _numbers(call.op, args, kwargs)
 
 
 def _makes_same_views(
@@ -100,12 +108,13 @@ def _name(op: OpOverload) -> str:
 def _numbers(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call that are not tensors, with defaults."""
     schema = schema_of(op)
-    named = {**schema.defaults, **dict(zip(schema.positional, args, strict=False)), **kwargs}
-    return {
-        name: [*value] if isinstance(value, list | tuple) else value
-        for name, value in named.items()
-        if not _holds_tensors(value)
-    }
+    positional = dict(zip(schema.positional, args, strict=False))
+    values = {**schema.defaults, **positional, **kwargs}
+    numbers = {}
+    for name, value in values.items():
+        if not _holds_tensors(value):
+            numbers[name] = [*value] if isinstance(value, list | tuple) else value
+    return numbers
 
 
 def _holds_tensors(value: Any) -> bool:

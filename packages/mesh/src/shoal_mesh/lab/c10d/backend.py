@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -130,16 +130,25 @@ _HANDLERS: dict[str, Any] = {}
 _LOCK = threading.Lock()
 
 
+class _Rendezvous(NamedTuple):
+    """The result of a handler of rendezvous."""
+
+    store: Store
+    rank: int
+    world_size: int
+
+
 def _rendezvous_in_lab(scheme: str) -> Any:
     """Return a handler of rendezvous that gives the ranks of a lab a `LabStore`."""
     ordinary = _torch.rendezvous_handlers()[scheme]
 
-    def rendezvous(*args: Any, **kwargs: Any) -> Iterator[tuple[Store, int, int]]:
+    def rendezvous(*args: Any, **kwargs: Any) -> Iterator[_Rendezvous]:
         link = current_link()
         if link is None:
             yield from ordinary(*args, **kwargs)
             return
-        yield LabStore(link, f"{scheme}/"), link.facts.rank, link.facts.size
+        store = LabStore(link, f"{scheme}/")
+        yield _Rendezvous(store, link.facts.rank, link.facts.size)
 
     return rendezvous
 
