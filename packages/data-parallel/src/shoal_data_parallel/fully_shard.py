@@ -190,28 +190,28 @@ def install_unit(first_unit: Unit, kind: Any) -> None:
         watch_draws(module, first_unit.axes.mesh)
 
 
-def _checked_resharding(asked: object, axes: DataAxes) -> bool | int | None:
+def _checked_resharding(setting: object, axes: DataAxes) -> bool | int | None:
     """Return the checked `reshard_after_forward`.
 
     The number of all ranks becomes True, and 1 becomes False.
     """
-    if asked is None or isinstance(asked, bool):
-        return asked
+    if setting is None or isinstance(setting, bool):
+        return setting
     ranks = axes.ranks_of_shards
-    if not isinstance(asked, int) or asked < 1 or ranks % asked:
+    if not isinstance(setting, int) or setting < 1 or ranks % setting:
         raise LayoutError(
             "fully_shard: reshard_after_forward must be True, False, None, or a number that "
-            f"divides the {ranks} ranks of the sharding axis, got {asked!r}"
+            f"divides the {ranks} ranks of the sharding axis, got {setting!r}"
         )
-    if asked in (1, ranks):
-        return asked == ranks
+    if setting in (1, ranks):
+        return setting == ranks
     if axes.shards_over_replicas:
         raise LayoutError(
             "fully_shard: with shard_optimizer, reshard_after_forward must be True, False or None, "
-            f"got {asked!r}: backwards gather among the ranks of {axes.mesh!r} that have one "
+            f"got {setting!r}: backwards gather among the ranks of {axes.mesh!r} that have one "
             "replica. Make the axis of shards smaller to gather among fewer ranks"
         )
-    return asked
+    return setting
 
 
 def check_modules(name: str, modules: Sequence[nn.Module]) -> None:

@@ -46,11 +46,11 @@ def owned_shards(
         Shard(dim=0)
     """
     _check_ranks(ranks)
-    given = list(dict.fromkeys(parameters))
-    matrices = [param for param in given if param.ndim == 2]
+    distinct = list(dict.fromkeys(parameters))
+    matrices = [param for param in distinct if param.ndim == 2]
     bytes_of_ranks = [0] * ranks
     placements: dict[nn.Parameter, Shard] = {}
-    for param in given:
+    for param in distinct:
         if param.ndim == 2 or not param.ndim:
             continue
         placements[param] = Shard(0)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from math import prod
 from typing import Any, cast, overload
 
 import torch
@@ -444,22 +443,7 @@ class Replicas(Reducer):
 
         A larger parameter has a bucket of its own.
         """
-
-        # the mean size of uneven shards, so that the ranks of a style make the same groups
-        def size_of(one: Replica) -> int:
-            leaf = one.leaf
-            axes = (
-                zip(leaf.placements, leaf.device_mesh.shape, strict=True)
-                if isinstance(leaf, DTensor)
-                else ()
-            )
-            return (
-                leaf.numel()
-                * one.target.reduced.dtype.itemsize
-                // prod(n for p, n in axes if p.is_shard())
-            )
-
-        groups = in_groups(reversed(trained), size_of, self._bucket_bytes)
+        groups = in_groups(reversed(trained), Replica.mean_shard_bytes, self._bucket_bytes)
         buckets = [Bucket(f"bucket {i}", group, self.axes) for i, group in enumerate(groups)]
         for bucket in buckets[:1]:
             bucket.watch_writes(self.writes)

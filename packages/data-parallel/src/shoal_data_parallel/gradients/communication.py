@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal_dtensor import Spec
+from shoal_dtensor.internal import intersect
 
 from ..parameters.data_axes import DataAxes
 
@@ -162,15 +163,15 @@ class ShardPacking:
         buffers.zero_()
         for rank, shards in enumerate(self.shards):
             for tensor, shard, view in self._views(rank, shards, tensors, buffers):
-                for own, place in shard.parts:
-                    view[own].copy_(tensor[place])
+                for place_in_shard, place in shard.parts:
+                    view[place_in_shard].copy_(tensor[place])
 
     def unpack(self, buffers: Tensor, tensors: Sequence[Tensor]) -> None:
         """Write the shards in the buffers of all ranks to whole tensors."""
         for rank, shards in enumerate(self.shards):
             for tensor, shard, view in self._views(rank, shards, tensors, buffers):
-                for own, place in shard.parts:
-                    tensor[place].copy_(view[own])
+                for place_in_shard, place in shard.parts:
+                    tensor[place].copy_(view[place_in_shard])
 
     def _views(
         self, rank: int, shards: Sequence[_Shard], tensors: Sequence[Tensor], buffers: Tensor
@@ -189,11 +190,12 @@ def _shard_at(move: tuple[Spec, Spec], axis: int, coordinate: int) -> _Shard:
     parts: list[_Part] = []
     for box, place_in_shard in sharded.boxes(other_coordinate):
         for whole_box, place in whole.boxes(own_coordinate):
-            common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, whole_box, strict=True)]
-            if all(start < stop for start, stop in common):
-                parts.append(
-                    (_slices_at(common, box, place_in_shard), _slices_at(common, whole_box, place))
-                )
+            common = intersect(box, whole_box)
+            if common is None:
+                continue
+            in_shard = _slices_at(common, box, place_in_shard)
+            in_whole = _slices_at(common, whole_box, place)
+            parts.append((in_shard, in_whole))
     return _Shard(tuple(sharded.local_shape_at(other_coordinate)), parts)
 
 

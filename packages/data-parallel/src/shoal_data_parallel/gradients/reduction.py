@@ -156,8 +156,9 @@ class GroupReduction:
     def _send(self, collected: _Collected) -> None:
         group = self.group
         reduced = [group.parameters[i].reduced for i in group.trained]
+        flag_count = collected.tensors[-1].shape[1]
         flags, reduced_flags = _move_of_flags(
-            collected.layouts[0], group.axes, collected.tensors[-1].shape[1], reduced[0].dtype
+            collected.layouts[0], group.axes, flag_count, reduced[0].dtype
         )
         layouts = [self._as_sent(layout) for layout in (*collected.layouts, flags)]
         sources = self._on_groups(layouts)
@@ -222,13 +223,10 @@ class GroupReduction:
         group = self.group
         # As in torch, the collective averages, rather than the division afterwards, if the divisor
         # is the number of ranks and sums in the dtype do not overflow.
-        averages = (
-            self._divisor == group.axes.mesh.size()
-            and all(tensor.dtype in (torch.float32, torch.bfloat16) for tensor in tensors)
-            and not group.communication.sums_only
-            and not self.stops_at_replicas
-            and not self._scattered
-        )
+        divides_by_ranks = self._divisor == group.axes.mesh.size()
+        cannot_overflow = {tensor.dtype for tensor in tensors} <= {torch.float32, torch.bfloat16}
+        needs_sums = group.communication.sums_only or self.stops_at_replicas or self._scattered
+        averages = divides_by_ranks and cannot_overflow and not needs_sums
         axes = group.axes
         if group.communication.separate_groups:
             axes = replace(axes, mesh=with_own_groups(axes.mesh, _OWN_GROUPS))
@@ -404,8 +402,12 @@ def arrived(reductions: Sequence[GroupReduction]) -> list[dict[int, Tensor]]:
     """
     for reduction in reductions:
         reduction.wait()
-    asked = [reduction._flags for reduction in reductions if reduction._flags is not None]
-    counts = torch.cat([flags.to(asked[0].device) for flags in asked]).tolist() if asked else []
+    flags_to_read = [reduction._flags for reduction in reductions if reduction._flags is not None]
+    counts = (
+        torch.cat([flags.to(flags_to_read[0].device) for flags in flags_to_read]).tolist()
+        if flags_to_read
+        else []
+    )
     found = []
     read = iter(counts)
     for reduction in reductions:
@@ -461,10 +463,10 @@ def _scattered_flags(reduced: Spec, axes: DataAxes) -> Spec:
 @lru_cache(maxsize=1024)
 def _averaged(layout: Spec, data_axes: int) -> Spec:
     """Return the layout with averages in place of sums over the data axes, the first axes."""
-    placements = [
-        Partial("avg") if axis < data_axes and isinstance(placement, Partial) else placement
-        for axis, placement in enumerate(layout.placements)
-    ]
+    placements = [*layout.placements]
+    for axis, placement in enumerate(placements[:data_axes]):
+        if isinstance(placement, Partial):
+            placements[axis] = Partial("avg")
     return layout.with_(placements=placements)
 
 

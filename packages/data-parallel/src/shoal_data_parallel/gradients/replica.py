@@ -94,6 +94,19 @@ class Replica:
         """The parameter that optimizers update, and that a backward pass may be requested for."""
         return self.target.leaf
 
+    def mean_shard_bytes(self) -> int:
+        """Return the bytes of a shard of the gradient, which the ranks of a style may make uneven.
+
+        The mean is the same on all of these ranks.
+        """
+        leaf = self.leaf
+        shards = 1
+        if isinstance(leaf, DTensor):
+            for placement, ranks in zip(leaf.placements, leaf.device_mesh.shape, strict=True):
+                if placement.is_shard():
+                    shards *= ranks
+        return leaf.numel() * self.target.reduced.dtype.itemsize // shards
+
     def intercept_gradient(self, interceptor: Callable[[Tensor], Tensor | None]) -> list[Any]:
         """Have a function called in passes that do not accumulate in the leaf.
 

@@ -139,8 +139,8 @@ class GatherExtension:
             LockstepError: on all ranks, if tensors of ranks differ in more than the first dim.
         """
         comm = self.resting.mesh.comm((self.axis,))
-        own = [(tuple(part.shape), part.dtype) for part in parts]
-        gathered = all_gather_objects(comm.group, own)
+        own_parts = [(tuple(part.shape), part.dtype) for part in parts]
+        gathered = all_gather_objects(comm.group, own_parts)
         # for each coordinate on the axis the rank in the group
         order = range(comm.size) if comm.order is None else comm.order
         of_ranks = [gathered[rank] for rank in order]
@@ -155,15 +155,15 @@ class GatherExtension:
                 f"same dtypes and of shapes that differ in the first dim only; got {of_ranks}"
             )
         lengths = []
-        for i in range(len(own)):
+        for i in range(len(own_parts)):
             lengths_of_ranks = [parts[i][0][0] for parts in of_ranks]
             lengths.append(lengths_of_ranks)
         return lengths
 
-    def refuse(self, what: str) -> LayoutError:
+    def refuse(self, limit: str) -> LayoutError:
         """Return the error for a use of the parameter that its class does not support."""
         return LayoutError(
-            f"fully_shard: a parameter whose class decides what is gathered {what}; pass it in "
+            f"fully_shard: a parameter whose class decides what is gathered {limit}; pass it in "
             "ignored_params, or change it back to a plain tensor first"
         )
 

@@ -210,13 +210,13 @@ class MeshAssignment:
             axes = axes.shared_by_replicas()
         return Assigned(answer.placement, self._known(axes))
 
-    def _known(self, asked: DataAxes) -> DataAxes:
+    def _known(self, wanted: DataAxes) -> DataAxes:
         """Return the object for these axes: an earlier parameter's if it is equal, or this one."""
         for axes in self._axes:
-            if _identity(axes) == _identity(asked):
+            if _identity(axes) == _identity(wanted):
                 return axes
-        self._axes.append(asked)
-        return asked
+        self._axes.append(wanted)
+        return wanted
 
 
 def _identity(axes: DataAxes) -> tuple[object, ...]:
@@ -269,11 +269,11 @@ def data_axes_of(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataAxes:
         raise LayoutError(
             f"dp_mesh_dims: {mesh!r} has no axes {missing}; expected names of {mesh.mesh_dim_names}"
         )
-    parts = [
-        mesh[group] if len(group) == 1 else mesh[group].flatten()
-        for group in (dims.replicate_names, dims.shard_names)
-        if group
-    ]
+    parts = []
+    for group in (dims.replicate_names, dims.shard_names):
+        if group:
+            submesh = mesh[group]
+            parts.append(submesh if len(group) == 1 else submesh.flatten())
     joined = parts[0] if len(parts) == 1 else DeviceMesh.concatenate(parts)
     return DataAxes(
         joined, num_sharding_axes=1 if dims.shard_names else 0, names=names, spmd_mesh=mesh

@@ -117,8 +117,10 @@ class ShardedParameter:
         if self.extension is not None:
             raise self.extension.refuse("cannot be kept in larger shards after a forward")
         placement = self.resting.placements[axes.mesh.ndim - 1]
-        asked = Shard(placement.dim) if isinstance(placement, Shard | StridedShard) else None
-        self.after_forward = _layouts(self.leaf, inside, self.styled, asked)
+        placement_inside = (
+            Shard(placement.dim) if isinstance(placement, Shard | StridedShard) else None
+        )
+        self.after_forward = _layouts(self.leaf, inside, self.styled, placement_inside)
 
     def shard_after_forward(self, local: Tensor) -> Tensor:
         """Return the larger shard of a gathered tensor that this rank keeps after a forward."""
@@ -169,10 +171,10 @@ class ShardedParameter:
         module, name = self.sites[0]
         held: Any = module._parameters.get(name)
         if held is not self.leaf:
-            asked = self.resting
-            if not isinstance(held, DTensor) or not held.spec.with_(dtype=asked.dtype).same_layout(
-                asked
-            ):
+            resting = self.resting
+            if not isinstance(held, DTensor) or not held.spec.with_(
+                dtype=resting.dtype
+            ).same_layout(resting):
                 got = (
                     repr(held.spec)
                     if isinstance(held, DTensor)
@@ -180,7 +182,7 @@ class ShardedParameter:
                 )
                 raise LayoutError(
                     f"fully_shard: {name!r} of {type(module).__name__} was replaced by {got}; it "
-                    f"must stay sharded as {asked!r}"
+                    f"must stay sharded as {resting!r}"
                 )
             check_leaf(held, f"{name!r} of {type(module).__name__}")
             self.leaf = held  # type: ignore[assignment]  # a Parameter that holds a DTensor
@@ -239,13 +241,12 @@ class ShardedParameter:
         """
         mesh = grad.spec.mesh
         styled = () if self.styled is None else self.styled.mesh.axis_names
-        # placements that are neither sums nor whole are made whole
-        placements = [
-            p if name in styled or p == Partial() else Replicate()
-            for name, p in zip(mesh.axis_names, grad.placements, strict=True)
-        ]
-        grad = grad.redistribute(placements=placements)
-        on_axis = dict(zip(mesh.axis_names, placements, strict=True))
+        on_axis = dict(zip(mesh.axis_names, grad.placements, strict=True))
+        for name, placement in on_axis.items():
+            # placements that are neither sums nor whole are made whole
+            if name not in styled and placement != Partial():
+                on_axis[name] = Replicate()
+        grad = grad.redistribute(placements=[*on_axis.values()])
         holders = 1
         for name, ranks in zip(mesh.axis_names, mesh.shape, strict=True):
             if name not in styled and on_axis[name].is_replicate():
@@ -346,45 +347,46 @@ def make_whole(parameters: Sequence[ShardedParameter]) -> None:
         if parameter.extension is not None:
             raise parameter.extension.refuse("stays sharded over the data axes")
         parameter.adopt()
-    moving = [
-        (p, t) for p in parameters for t in (p.leaf, p.leaf.grad) if t is not None and not t.is_meta
-    ]
-    moves = [(p.resting.with_(dtype=t.dtype), p.gathered.with_(dtype=t.dtype)) for p, t in moving]
-    shards = [local_shard(t).detach().to(p.gathered.mesh.device_type) for p, t in moving]  # type: ignore[arg-type]  # DTensors
+    moves: list[tuple[Spec, Spec]] = []
+    shards: list[Tensor] = []
+    for parameter in parameters:
+        for tensor in (parameter.leaf, parameter.leaf.grad):
+            if tensor is None or tensor.is_meta:
+                continue
+            resting = parameter.resting.with_(dtype=tensor.dtype)
+            gathered = parameter.gathered.with_(dtype=tensor.dtype)
+            shard = local_shard(cast(DTensor, tensor)).detach()
+            moves.append((resting, gathered))
+            shards.append(shard.to(gathered.mesh.device_type))
     with purpose("styles after data parallelism"):
-        arrived = iter(redistribute_shards(shards, moves).wait() if moving else ())
+        arrived = iter(redistribute_shards(shards, moves).wait() if moves else ())
 
     def whole(parameter: ShardedParameter, tensor: Tensor) -> Tensor:
-        spec = parameter.gathered
-        local = (
-            torch.empty(spec.local_shape, dtype=tensor.dtype, device="meta")
-            if tensor.is_meta
-            else next(arrived)
-        )
-        return (
-            local
-            if parameter.inner is None
-            else DTensor(local, parameter.inner.with_(dtype=tensor.dtype))
-        )
+        if tensor.is_meta:
+            shape = parameter.gathered.local_shape
+            local = torch.empty(shape, dtype=tensor.dtype, device="meta")
+        else:
+            local = next(arrived)
+        if parameter.inner is None:
+            return local
+        return DTensor(local, parameter.inner.with_(dtype=tensor.dtype))
 
     for parameter in parameters:
-        parameter.put(
-            _replacement(
-                parameter.leaf, partial(whole, parameter), styled=parameter.inner is not None
-            )
-        )
+        is_styled = parameter.inner is not None
+        whole_leaf = _replacement(parameter.leaf, partial(whole, parameter), styled=is_styled)
+        parameter.put(whole_leaf)
 
 
 @lru_cache(maxsize=1024)
-def _partial_over_data(reduced: Spec, own: tuple[Placement, ...]) -> Spec:
+def _partial_over_data(reduced: Spec, styled: tuple[Placement, ...]) -> Spec:
     """Return the layout of a gradient before its reduction over the data axes.
 
     Args:
         reduced: the layout after the reduction.
-        own: the gradient's placements on the axes of the styles.
+        styled: the gradient's placements on the axes of the styles.
     """
-    data: list[Placement] = [Partial()] * (reduced.mesh.ndim - len(own))
-    return Spec(reduced.mesh, (*data, *own), reduced.shape, None, dtype=reduced.dtype)
+    data: list[Placement] = [Partial()] * (reduced.mesh.ndim - len(styled))
+    return Spec(reduced.mesh, (*data, *styled), reduced.shape, None, dtype=reduced.dtype)
 
 
 @lru_cache(maxsize=1024)
@@ -427,10 +429,10 @@ def _without_data_axes(inner: Spec, axes: DataAxes) -> Spec | None:
     kept = [name for name in inner.mesh.axis_names if name not in axes.names]
     if not kept:
         return None
-    index = {inner.mesh.axis_names.index(name): i for i, name in enumerate(kept)}
+    axis_names = inner.mesh.axis_names
     order = []
     for dim, sharding in inner.shard_order:
-        kept_axes = [index[axis] for axis in sharding]
+        kept_axes = [kept.index(axis_names[axis]) for axis in sharding]
         order.append((dim, tuple(kept_axes)))
     return Spec(
         inner.mesh[tuple(kept)],
@@ -443,17 +445,17 @@ def _without_data_axes(inner: Spec, axes: DataAxes) -> Spec | None:
 
 
 def _layouts(
-    param: nn.Parameter, axes: DataAxes, inner: Spec | None, asked: Shard | None
+    param: nn.Parameter, axes: DataAxes, inner: Spec | None, chosen: Shard | None
 ) -> tuple[Spec, Spec]:
     """Return the layout at rest, and the gathered layout.
 
     At rest, the data axes shard the local tensors that the styles' axes have made.
     """
-    if asked is not None and not isinstance(asked, Shard):
+    if chosen is not None and not isinstance(chosen, Shard):
         raise LayoutError(
-            f"shard_placement_fn: expected a Shard or None for each parameter, got {asked!r}"
+            f"shard_placement_fn: expected a Shard or None for each parameter, got {chosen!r}"
         )
-    shard = (asked or Shard(0)) if param.ndim else Replicate()  # a number stays replicated
+    shard = (chosen or Shard(0)) if param.ndim else Replicate()  # a number stays replicated
     placements = axes.placements(shard)
     whole = [Replicate()] * axes.mesh.ndim
     # a plain parameter with types is a shard of the shape of `inner`
@@ -493,14 +495,14 @@ def _layouts(
 
 
 def _shared_layout(
-    param: nn.Parameter, axes: DataAxes, inner: Spec | None, asked: Shard | None
+    param: nn.Parameter, axes: DataAxes, inner: Spec | None, chosen: Shard | None
 ) -> Spec | None:
     """Return the layout of the shards that all replicas have; None if these are the leaves."""
     if not axes.shards_over_replicas:
         return None
-    if asked is not None:
-        asked = axes.placement_of_shards(asked)
-    resting, _ = _layouts(param, replace(axes, shards_over_replicas=False), inner, asked)
+    if chosen is not None:
+        chosen = axes.placement_of_shards(chosen)
+    resting, _ = _layouts(param, replace(axes, shards_over_replicas=False), inner, chosen)
     return resting
 
 

@@ -155,8 +155,8 @@ class Unit(Group):
         self.frees_after_forward = True
         self.schedule: Schedule[Unit] = Schedule([self])
         # the axes of the values that stay after a forward, if they differ
-        asked = settings.reshard_after_forward
-        self.axes_inside = axes.inside(asked) if type(asked) is int else None
+        kept_ranks = settings.reshard_after_forward
+        self.axes_inside = axes.inside(kept_ranks) if type(kept_ranks) is int else None
         # the shards that replicas share, if replicas divide the leaves
         self.shared = SharedShards(self.name) if axes.shards_over_replicas else None
         # handles of hooks on the modules of an outermost unit: users may call a module by itself

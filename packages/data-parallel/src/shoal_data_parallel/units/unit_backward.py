@@ -84,8 +84,8 @@ class UnitBackward:
         unit.open.add(forward)
         self._opened.add(forward)
         self.gathered.append(unit)
-        asked = unit.settings.prefetch_in_backward
-        upcoming = forward.before if asked is None else asked
+        chosen = unit.settings.prefetch_in_backward
+        upcoming = forward.before if chosen is None else chosen
         for other in [peer for following in upcoming for peer in following.peers]:
             is_freed = other.used is not None and other.frees_after_forward
             if is_freed and other.settings.unshard_in_backward:
@@ -104,12 +104,12 @@ class UnitBackward:
             "derivatives need parameters that are not freed: differentiate the module before it "
             "is sharded, or use replicate() and ask for gradients of inputs"
         )
-        lead = forward.units[0]
-        if lead.backward is None:
+        outermost = forward.units[0]
+        if outermost.backward is None:
             for unit in forward.units:
                 unit.check_kept()
-            lead.backward = self
-        self._units.update(dict.fromkeys(forward.units, lead))
+            outermost.backward = self
+        self._units.update(dict.fromkeys(forward.units, outermost))
 
     def _routes_of(self, forward: Forward) -> GradientRoutes:
         if forward not in self._routes:
@@ -182,11 +182,14 @@ class UnitBackward:
         self._reductions.append(
             GroupReduction.start(unit, wanted, returned, with_kept=not captured)
         )
+        if not returned:
+            return self._deliver_at_once(forward, {})
+        (reduced,) = arrived(self._reductions[-1:])
         whole_grads: dict[int, Tensor] = {}
-        for i, grad in arrived(self._reductions[-1:])[0].items() if returned else ():
-            if i in returned:
-                leaf: Any = unit.parameters[i].leaf
-                whole_grads[i] = DTensor(grad.to(leaf.device, leaf.dtype), leaf.spec)
+        for i in returned & reduced.keys():
+            leaf: Any = unit.parameters[i].leaf
+            grad = reduced[i].to(leaf.device, leaf.dtype)
+            whole_grads[i] = DTensor(grad, leaf.spec)
         return self._deliver_at_once(forward, whole_grads)
 
     def _deliver_at_once(self, forward: Forward, grads: Mapping[int, Tensor]) -> list[Any]:
@@ -208,19 +211,21 @@ class UnitBackward:
         opened = {forward.unit for forward in self._opened}
         # True in a pass of torch.autograd.grad
         captures = any(routes.captured for routes in self._routes.values())
-        for unit, lead in self._units.items():
+        for unit, outermost in self._units.items():
             # A rank on which none of a unit's parameters was used takes part in the reduction all
             # the same.
-            holds = unit.holds_gradients and not captures and lead.backward is self
-            is_asked_for = unit.communication.zeros_for_unused and unit.used is not None
-            takes_part = holds or (is_asked_for and not captures and lead.backward is self)
-            late = unit in opened or takes_part
-            if unit.syncs and unit.trained and late and unit not in reduced:
+            delivers = outermost.backward is self and not captures
+            wants_zeros = unit.communication.zeros_for_unused and unit.used is not None
+            takes_part = delivers and (unit.holds_gradients or wants_zeros)
+            must_reduce = unit in opened or takes_part
+            if unit.syncs and unit.trained and must_reduce and unit not in reduced:
                 self._reductions.append(GroupReduction.start(unit, {}))
         self._hooks.restore()
         self._deliver(captures=captures)
-        for unit, lead in self._units.items():
-            unit.partially_accumulated = unit.partially_accumulated and lead.backward is not self
+        for unit, outermost in self._units.items():
+            unit.partially_accumulated = (
+                unit.partially_accumulated and outermost.backward is not self
+            )
         self._close()
 
     def _deliver(self, *, captures: bool) -> None:
@@ -255,8 +260,8 @@ class UnitBackward:
             unit.open.clear()
             unit.end_backward()
         self.gathered.clear()
-        for lead in self._units.values():
-            lead.backward = None if lead.backward is self else lead.backward
+        for outermost in self._units.values():
+            outermost.backward = None if outermost.backward is self else outermost.backward
 
 
 def running_backward() -> UnitBackward:

@@ -236,8 +236,8 @@ def _begin(unit: Unit) -> Forward:
         schedule.begin_forward(unit)
         schedule.wait_for_optimizer()
         if unit is schedule.units[0]:
-            for each in schedule.units:
-                each.start_to_update_replicas()
+            for one in schedule.units:
+                one.start_to_update_replicas()
     forward = enter(unit)
     forward.units = schedule.units
     if recomputing:
@@ -382,7 +382,7 @@ def _guard(forward: Forward) -> saved_tensors_hooks:
     gathered = forward.gathered
     views = forward.views()
     outside = outer_saved_tensors_hooks()
-    own = {
+    gathered_memory = {
         t.untyped_storage().data_ptr() for t in gathered.received if not isinstance(t, FakeTensor)
     }
     # the classes of extended parameters, which have gathered values in inner tensors
@@ -392,7 +392,7 @@ def _guard(forward: Forward) -> saved_tensors_hooks:
         local = local_shard(tensor) if isinstance(tensor, DTensor) else tensor
         # the zeros of a tangent have no memory
         has_memory = type(local) is Tensor and not local._is_zerotensor()
-        is_view = has_memory and local.untyped_storage().data_ptr() in own
+        is_view = has_memory and local.untyped_storage().data_ptr() in gathered_memory
         if is_view or type(local) in classes:
             # a tensor that may have no memory when it is read
             return forward, tensor
