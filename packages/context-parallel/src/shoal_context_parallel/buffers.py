@@ -188,11 +188,12 @@ def _check(sequences: Sequence[tuple[Tensor, int]], unrestored: set[Tensor]) -> 
             )
         first, first_dim = sequences[0]
         if shape[dim] != first.shape[first_dim]:
+            in_first = f"buffers[0] (dim {first_dim} of shape {tuple(first.shape)})"
+            in_this = f"buffers[{index}] (dim {dim} of shape {shape})"
             raise LayoutError(
                 "context_parallel: all buffers must have the same sequence length; it is "
-                f"{first.shape[first_dim]} in buffers[0] (dim {first_dim} of shape "
-                f"{tuple(first.shape)}) and {shape[dim]} in buffers[{index}] (dim {dim} of shape "
-                f"{shape}). Name each buffer's sequence in buffer_seq_dims"
+                f"{first.shape[first_dim]} in {in_first} and {shape[dim]} in {in_this}. Name each "
+                "buffer's sequence in buffer_seq_dims"
             )
 
 

@@ -291,8 +291,8 @@ def _find_documents(
     layout = None if block is None else _layout_of(block, position_ids.shape[-1])
     if block is None or layout is None:
         return original(position_ids)
-    own = layout.positions(block.comm.rank, position_ids.device)
-    is_own = torch.equal(position_ids, own.expand_as(position_ids))
+    held_positions = layout.positions(block.comm.rank, position_ids.device)
+    is_own = torch.equal(position_ids, held_positions.expand_as(position_ids))
     if block.options.documents is None and not is_own:
         block.refuse(
             LayoutError(

@@ -222,13 +222,14 @@ def sharded_attention(  # noqa: PLR0913  # arguments of scaled_dot_product_atten
         unmasked=kernel_of(q, v, masked=False),
         masked=kernel_of(q, v, masked=True),
     )
-    task = Task(layout, comm, mask, kernel, rotation="ring", batch=q.shape[0])
     if options.method == "ulysses":
-        whole = replace(task, layout=SequenceLayout.contiguous(layout.length, 1))
-        out = _attend_by_heads(q, k, v, whole, layout=layout, mesh=mesh)
+        # after the exchange a rank has the whole sequence: a ring of one block
+        whole_sequence = SequenceLayout.contiguous(layout.length, 1)
+        task = Task(whole_sequence, comm, mask, kernel, rotation="ring", batch=q.shape[0])
+        out = _attend_by_heads(q, k, v, task, layout=layout, mesh=mesh)
     else:
-        if comm.size > 1:
-            task = replace(task, rotation=options.method)
+        rotation = options.method if comm.size > 1 else "ring"
+        task = Task(layout, comm, mask, kernel, rotation=rotation, batch=q.shape[0])
         out = rotated_attention(q, k, v, task)
     return out.reshape(*query.shape[:-1], value.shape[-1])
 
