@@ -17,7 +17,7 @@ from shoal_tp_styles import (
     LayoutError,
     UnsupportedModuleError,
 )
-from shoal_tp_styles.experts.expert_forward import forward_of_own
+from shoal_tp_styles.experts.expert_forward import forward_of_own_experts
 
 
 def test_hidden_features_of_every_kind() -> None:
@@ -106,7 +106,7 @@ def test_a_module_holds_shards_in_a_block_and_its_own_again_after_an_error() -> 
     before, children = dict(experts.named_parameters()), list(experts)
     local: dict[str, Tensor | None] = {name: param.detach() * 2 for name, param in before.items()}
     with pytest.raises(ZeroDivisionError, match="inside"):
-        forward_of_own(experts, local, 4, range(2, 4), *[torch.zeros(0)] * 3)
+        forward_of_own_experts(experts, local, 4, range(2, 4), *[torch.zeros(0)] * 3)
     assert experts.num_experts == 4 and list(experts) == children
     assert all(param is before[name] for name, param in experts.named_parameters())
     assert Replicate() == ExpertTensorParallel().sharding(PackedExperts(2)).input_port().desired

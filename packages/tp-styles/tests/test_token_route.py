@@ -64,7 +64,7 @@ def test_what_an_exchange_sends_and_receives() -> None:
         exchange = ExpertExchange.of(
             [[2, 1, 4, 0], [0, 3, 1, 1]], [3, 1], all_ranks.__wrapped__().comm(0)
         )
-    assert (exchange.sends, exchange.receives, exchange.own) == (
+    assert (exchange.sends, exchange.receives, exchange.rows_per_own_expert) == (
         [7, 0],
         [7, 4],
         [[2, 1, 4], [0, 3, 1]],

@@ -87,8 +87,8 @@ def local_shards(
     return local
 
 
-def forward_of_own(
-    module: nn.Module, local: Mapping[str, Any], count: int, own: range, *args: Any
+def forward_of_own_experts(
+    module: nn.Module, local: Mapping[str, Any], count: int, own_experts: range, *args: Any
 ) -> Any:
     """Run the module's own forward as if the module had this rank's experts only.
 
@@ -97,15 +97,17 @@ def forward_of_own(
         local: local shards of parameters, by path.
         count: number of experts of all ranks. Integer attributes with this value and "experts" in
             their names have the number of own experts during the call.
-        own: indices of this rank's experts.
+        own_experts: indices of this rank's experts.
         args: arguments of the forward.
     """
     values = dict(local)
     for name, value in vars(module).items():
         if "experts" in name and type(value) is int and value == count:
-            values[name] = len(own)
+            values[name] = len(own_experts)
     if isinstance(module, nn.ModuleList):
-        values["_modules"] = {str(i): module._modules[str(index)] for i, index in enumerate(own)}
+        values["_modules"] = {
+            str(i): module._modules[str(index)] for i, index in enumerate(own_experts)
+        }
     return run_own_forward(module, values, *args)
 
 
@@ -173,7 +175,7 @@ class RoutedExperts(Lowered):
     Each expert is held by one rank along the first axis.
     """
 
-    __slots__ = ("beside", "experts", "own", "per_rank", "shared", "tensor")
+    __slots__ = ("beside", "experts", "own_experts", "per_rank", "shared", "tensor")
     sampling: ClassVar[Literal["refused"]] = "refused"
 
     def resolve(self) -> None:
@@ -184,7 +186,7 @@ class RoutedExperts(Lowered):
         self.per_rank: list[int] = shard_sizes(self.experts.count, Shard(0), self.comm.size)
         # Example: 3 experts on 2 ranks, (2, 1) -> rank 1 has the experts 2:3.
         first = sum(self.per_rank[: self.comm.rank])
-        self.own: range = range(first, first + self.per_rank[self.comm.rank])
+        self.own_experts: range = range(first, first + self.per_rank[self.comm.rank])
         # The axis that shards the hidden features, and the axes along which inputs are replicated
         # and outputs partial.
         self.tensor: Comm | None = self.mesh.comm(1) if self.mesh.ndim > 1 else None
@@ -271,8 +273,8 @@ class RoutedExperts(Lowered):
         if not self.sharded:
             # Keep the pairs of this rank's experts. Example: 2 0 1 pairs of three experts, of which
             # this rank has 1:3 -> pairs[2:3].
-            first = sum(counts[0][: self.own.start])
-            end = sum(counts[0][: self.own.stop])
+            first = sum(counts[0][: self.own_experts.start])
+            end = sum(counts[0][: self.own_experts.stop])
             pairs = pairs[first:end]
         # Example: with 2 choices per token, pair 5 is the second choice of token 2.
         token_ids = pairs // max(choices, 1)
@@ -301,8 +303,8 @@ class RoutedExperts(Lowered):
             unused = len(rows) - used
             return functional.pad(out, (0, 0, 0, unused)) if unused else out
         # Example: bounds 0 2 2 3, and this rank has the experts 1:3 -> rows 2:3.
-        start = ranks[0].bounds[self.own.start]
-        end = ranks[0].bounds[self.own.stop]
+        start = ranks[0].bounds[self.own_experts.start]
+        end = ranks[0].bounds[self.own_experts.stop]
         out = self.run_experts(rows.narrow(0, start, end - start), counts)
         # Example, continued: two rows of zeros before the output of row 2.
         return functional.pad(out, (0, 0, start, len(rows) - end))
@@ -325,12 +327,12 @@ class RoutedExperts(Lowered):
         replicated, they are all rows for this rank's experts.
         """
         if not self.sharded:
-            return self.compute(rows, [counts[0][self.own.start : self.own.stop]])
+            return self.compute(rows, [counts[0][self.own_experts.start : self.own_experts.stop]])
         exchange = ExpertExchange.of(counts, self.per_rank, self.comm)
         beside = self.beside() if self.beside is not None else None
         self.beside = None
         arrived = exchange.to_experts(rows, beside)
-        return exchange.back(self.compute(arrived, exchange.own))
+        return exchange.back(self.compute(arrived, exchange.rows_per_own_expert))
 
     def compute(self, rows: Tensor, counts: list[list[int]]) -> Tensor:
         """Return the outputs of this rank's experts for rows ordered by sender, then by expert.
@@ -339,13 +341,13 @@ class RoutedExperts(Lowered):
         """
         module: Any = self.module
         local = local_shards(module, self.sharding, self.comm, self.tensor)
-        if not self.own:
+        if not self.own_experts:
             return rows + _anchor(local)
         if not len(rows):
             # Compute one row of zeros and drop its output, so that the parameters get gradients of
             # zero. The row is appended to `rows`, so that the backward of `rows`, which has
             # collectives, runs here as on the other ranks. Example for two experts: [[1, 0]].
-            counts_of_one = [[int(index == 0) for index in range(len(self.own))]]
+            counts_of_one = [[int(index == 0) for index in range(len(self.own_experts))]]
             padded = functional.pad(rows, (0, 0, 0, 1))
             return self.compute(padded, counts_of_one).narrow(0, 0, 0)
         # Example: 2 0 1 and 1 1 0 rows from two senders for three experts -> the six parts end at
@@ -353,8 +355,10 @@ class RoutedExperts(Lowered):
         flat_counts = [size for row in counts for size in row]
         ends = upload([*accumulate(flat_counts)], rows.device)
         row_ids = torch.arange(len(rows), device=rows.device)
-        expert_ids = torch.searchsorted(ends, row_ids, right=True) % len(self.own)
-        run_forward = partial(forward_of_own, module, local, self.experts.count, self.own)
+        expert_ids = torch.searchsorted(ends, row_ids, right=True) % len(self.own_experts)
+        run_forward = partial(
+            forward_of_own_experts, module, local, self.experts.count, self.own_experts
+        )
         if self.experts.grouped:
             order = torch.argsort(expert_ids, stable=True)
             # Example, continued: the three experts have 3 1 1 rows.

@@ -101,13 +101,14 @@ class ExpertExchange(NamedTuple):
         comm: the ranks that hold the experts.
         sends: number of rows that this rank sends to each rank.
         receives: number of rows that this rank gets from each rank.
-        own: number of rows from each rank for each of this rank's experts, (ranks, own experts).
+        rows_per_own_expert: number of rows from each rank for each of this rank's experts,
+            (ranks, own experts).
     """
 
     comm: Comm
     sends: list[int]
     receives: list[int]
-    own: list[list[int]]
+    rows_per_own_expert: list[list[int]]
 
     @classmethod
     def of(cls, counts: list[list[int]], per_rank: list[int], comm: Comm) -> ExpertExchange:
@@ -122,9 +123,9 @@ class ExpertExchange(NamedTuple):
         experts_of_ranks = [slice(start, end) for start, end in pairwise(starts)]
         rows_of_this_rank = counts[comm.rank]
         sends = [sum(rows_of_this_rank[experts]) for experts in experts_of_ranks]
-        own = [row[experts_of_ranks[comm.rank]] for row in counts]
-        receives = [sum(row) for row in own]
-        return cls(comm, sends, receives, own)
+        rows_per_own_expert = [row[experts_of_ranks[comm.rank]] for row in counts]
+        receives = [sum(row) for row in rows_per_own_expert]
+        return cls(comm, sends, receives, rows_per_own_expert)
 
     def to_experts(self, rows: Tensor, beside: Callable[[], None] | None = None) -> Tensor:
         """Send rows sorted by expert (`S -> S`); call `beside` while they are in flight.

@@ -237,10 +237,11 @@ def _bags_of_ranks(
     ranks = [_RankOfBags(*row) for row in gathered]
     wrong = [i for i, rank in enumerate(ranks) if not rank.fits(include_last_offset=includes_last)]
     if wrong:
+        got = [(*ranks[rank],) for rank in wrong]
         raise LayoutError(
             f"{lowered.sharding.style}: offsets must begin with 0 and end inside this rank's "
             "tokens (at their end with include_last_offset), got (tokens, bags, first, last) "
-            f"{[(*ranks[rank],) for rank in wrong]} on ranks {wrong} along {'x'.join(comm.axes)}"
+            f"{got} on ranks {wrong} along {'x'.join(comm.axes)}"
         )
     token_counts = tuple(rank.tokens for rank in ranks)
     bag_counts = tuple(rank.bags for rank in ranks)

@@ -174,8 +174,8 @@ class _FeatureStyle(DeclaredStyle):
         The layouts outside the module are those of the style's fields, else the defaults, else the
         layouts inside.
         """
-        input_layout = self.given("input_layouts") or default_input
-        output_layout = self.given("output_layouts") or default_output
+        input_layout = self.field_value("input_layouts") or default_input
+        output_layout = self.field_value("output_layouts") or default_output
         # The channels of a grouped convolution are sharded inside, whatever the style.
         if is_grouped(module):
             self._overlap(module, None)
@@ -280,8 +280,8 @@ class ColwiseParallel(_FeatureStyle):
             return sharded_hidden_units(
                 "ColwiseParallel",
                 module,
-                self.given("input_layouts") or Replicate(),
-                self.given("output_layouts"),
+                self.field_value("input_layouts") or Replicate(),
+                self.field_value("output_layouts"),
                 local_outputs=self.use_local_output,
             )
         sharding = self._declared(
@@ -306,7 +306,7 @@ class ColwiseParallel(_FeatureStyle):
                 f"ColwiseParallel.heads: {heads} need {heads.features} features, which {module} "
                 "does not have"
             )
-        if self.given("output_layouts") is not None or not self.use_local_output:
+        if self.field_value("output_layouts") is not None or not self.use_local_output:
             raise LayoutError(
                 "ColwiseParallel.heads returns local heads and cannot be combined with "
                 "output_layouts and use_local_output=False"

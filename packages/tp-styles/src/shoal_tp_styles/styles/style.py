@@ -192,7 +192,7 @@ class DeclaredStyle(ParallelStyle):
         arguments = []
         calls = []
         for item in fields(self):
-            value = self.given(item.name)
+            value = self.field_value(item.name)
             if not item.repr or value in (item.default, {}):
                 continue
             call = item.metadata.get("call")
@@ -202,7 +202,7 @@ class DeclaredStyle(ParallelStyle):
                 calls.append(call.format(value))
         return f"{type(self).__name__}({', '.join(arguments)}){''.join(calls)}"
 
-    def given(self, name: str) -> Any:
+    def field_value(self, name: str) -> Any:
         """Return the value of a field: None if layouts were left out, a single layout by itself."""
         attributes = vars(self)
         if f"_{name}" not in attributes:
