@@ -25,17 +25,21 @@ def find_grid(mesh: Mapping[str, int], records: Sequence[RankRecord]) -> MeshGri
         >>> str(find_grid({"dp": 2, "tp": 2}, []))
         'dp=2, tp=2'
     """
-    given = MeshGrid.of(mesh)
+    named_grid = MeshGrid.of(mesh)
     if len(mesh) > 1 or not records or tuple(mesh) != ("ranks",):
-        return given
-    best = given
+        return named_grid
+    best = named_grid
     for names, ranks in records[0].meshes:
         grid = _grid_of_mesh(names, ranks)
-        if grid is not None and grid.count == given.count and len(grid.names) >= len(best.names):
+        if (
+            grid is not None
+            and grid.count == named_grid.count
+            and len(grid.names) >= len(best.names)
+        ):
             best = grid
-    if best is not given:
+    if best is not named_grid:
         return best
-    return _grid_of_groups(records[0].groups, given.count) or given
+    return _grid_of_groups(records[0].groups, named_grid.count) or named_grid
 
 
 def _grid_of_mesh(names: tuple[str, ...], ranks: Any) -> MeshGrid | None:

@@ -87,8 +87,10 @@ def concatenate(by_rank: Sequence[Sequence[Sequence[Any]]]) -> list[list[Any]]:
     for batches in by_rank:
         if not any(_equal(batches, other) for other in distinct):
             distinct.append(batches)
-    if not distinct or len(distinct) == 1:
-        return [list(iteration) for iteration in distinct[0]] if distinct else []
+    if not distinct:
+        return []
+    if len(distinct) == 1:
+        return [list(iteration) for iteration in distinct[0]]
     whole = list[list[Any]]()
     for iterations in zip(*distinct, strict=False):
         batches_of_steps = zip(*iterations, strict=False)

@@ -156,7 +156,7 @@ def save_adapters(
     from peft import get_peft_model_state_dict
 
     state = get_peft_model_state_dict(model, adapter_name=adapter_name)
-    gathered = {name: full_tensor(each) for name, each in state.items()}
+    gathered = {name: full_tensor(tensor) for name, tensor in state.items()}
     if own_rank() == 0:
         from safetensors.torch import save_file
 

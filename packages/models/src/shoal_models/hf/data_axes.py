@@ -54,7 +54,7 @@ def shard_over_data(model: Any, config: Any, mesh: DeviceMesh) -> None:
 
 
 def _plan_of(config: Any, model: Any) -> dict[str, str]:
-    own = dict(getattr(model, "fsdp_plan", None) or {})
+    plan_of_model = dict(getattr(model, "fsdp_plan", None) or {})
     rules = config.fsdp_plan or {}
     names = [name for name, _ in model.named_modules()]
     unmatched = [rule for rule in rules if not any(map(pattern_of(rule).fullmatch, names))]
@@ -62,9 +62,9 @@ def _plan_of(config: Any, model: Any) -> dict[str, str]:
     if unmatched:
         raise PlanError(
             f"DistributedConfig: the rules {unmatched} of fsdp_plan name no module of {kind}; names "
-            f"are whole, such as {[*own][:3]}"
+            f"are whole, such as {[*plan_of_model][:3]}"
         )
-    plan = {**own, **rules}
+    plan = {**plan_of_model, **rules}
     unknown = {style for style in plan.values() if style not in _FREES}
     if unknown:
         raise PlanError(

@@ -69,7 +69,7 @@ class DataRows:
         from accelerate.data_loader import prepare_data_loader
 
         placed = accelerator.device_placement if device_placement is None else device_placement
-        own = prepare_data_loader(
+        loader_of_rank = prepare_data_loader(
             loader,
             accelerator.device,
             num_processes=self.ranks,
@@ -85,8 +85,8 @@ class DataRows:
             non_blocking=accelerator.non_blocking,
             use_stateful_dataloader=accelerator.use_stateful_dataloader,
         )
-        accelerator._dataloaders.append(own)
-        return own
+        accelerator._dataloaders.append(loader_of_rank)
+        return loader_of_rank
 
     def _gather(self, tensors: Any) -> Any:
         """Return tensors with the rows of all ranks, in any container; numbers become rows."""

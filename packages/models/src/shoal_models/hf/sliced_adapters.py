@@ -49,11 +49,11 @@ class SlicedScales:
         """Call the layer with this rank's scales in place of all scales."""
         slices = self._shoal_slices
         scales: Any = self.ia3_l  # type: ignore[attr-defined]  # of peft's layer
-        own: dict[str, Tensor] = {}
+        own_scales: dict[str, Tensor] = {}
         for name, scale in scales.items():
-            own[name] = split(scale.flatten(), slices.comm, 0, slices.sizes)
+            own_scales[name] = split(scale.flatten(), slices.comm, 0, slices.sizes)
         # It hides the parameters, which nn.Module looks up last.
-        vars(self)["ia3_l"] = own
+        vars(self)["ia3_l"] = own_scales
         try:
             return super().forward(x, *args, **kwargs)  # type: ignore[misc]  # of peft's layer
         finally:

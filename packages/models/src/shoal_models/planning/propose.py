@@ -141,10 +141,9 @@ class Proposal(NamedTuple):
         activations = format_bytes(candidate.activation_bytes)
         milliseconds = candidate.seconds * 1e3
         verdict = "" if candidate.nbytes <= self.bound else "too much"
-        row = (
-            f"{replicas:>4} x {ranks:<4} {candidate.data:32} {nbytes:>11} {activations:>12} "
-            f"{milliseconds:9.2f} ms  {verdict}"
-        )
+        degrees = f"{replicas:>4} x {ranks:<4}"
+        sizes = f"{nbytes:>11} {activations:>12}"
+        row = f"{degrees} {candidate.data:32} {sizes} {milliseconds:9.2f} ms  {verdict}"
         return row.rstrip()
 
 

@@ -165,12 +165,9 @@ def part_of_output(
     # the global row 6.
     rows, *other_indices = part.indices
     row_count, *other_sizes = part.sizes
-    return replace(
-        part,
-        indices=(rows + data_ranks.rank * row_count, *other_indices),
-        sizes=(row_count * batch.size(), *other_sizes),
-        meshes=(*part.meshes, batch),
-    )
+    indices = (rows + data_ranks.rank * row_count, *other_indices)
+    sizes = (row_count * batch.size(), *other_sizes)
+    return replace(part, indices=indices, sizes=sizes, meshes=(*part.meshes, batch))
 
 
 def _as_dtensor(output: Tensor, lowered: Lowered, *, grad: bool) -> DTensor:

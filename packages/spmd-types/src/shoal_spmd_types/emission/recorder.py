@@ -45,8 +45,8 @@ def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     names = [argument.name for argument in signature_of(func).arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    return "dropout_p" not in names or bool(given.get("dropout_p", 0.0))
+    values = {**dict(zip(names, args, strict=False)), **kwargs}
+    return "dropout_p" not in names or bool(values.get("dropout_p", 0.0))
 
 
 class _LocalOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
@@ -354,16 +354,16 @@ def record(
         for name, placed in weights.items():
             trace.parameters[name] = recorder.value_of(placed._local_tensor)
             trace.parameters[name].parameter = name
-        given = {**inputs}
+        arguments = {**inputs}
         for name, value in inputs.items():
             if isinstance(value, Tensor):
-                given[name] = recorder.placed(name, value, specs[name])
-                trace.inputs[name] = recorder.value_of(given[name]._local_tensor)
+                arguments[name] = recorder.placed(name, value, specs[name])
+                trace.inputs[name] = recorder.value_of(arguments[name]._local_tensor)
                 trace.inputs[name].is_input = True
                 trace.inputs[name].hint = name
     try:
         with fake, implicit_replication(), recorder.inside_modules(module, layouts), recorder:
-            result = torch.func.functional_call(module, weights, (), given)
+            result = torch.func.functional_call(module, weights, (), arguments)
     except (*DataDependentError, NoRuleError) as error:
         raise EmissionError(
             f"emit: the forward reads values of tensors in {recorder.path or 'the root module'}, "

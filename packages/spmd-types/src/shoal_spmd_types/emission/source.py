@@ -50,22 +50,21 @@ def source_of(
         program: the lines of the program.
         inputs: the arguments of the forward by name.
     """
-    lines = [
+    tables = [
         "# sizes of the axes of the mesh",
         f"MESH = {_sizes(mesh)}",
         "# local shape, dtype, types, and whether it takes a gradient",
         *_table("WEIGHTS", trace.parameters, mesh),
         *_table("INPUTS", trace.inputs, mesh),
-        "",
-        "",
-        *_constants(module, program),
+    ]
+    forward = [
         _signature(trace, inputs),
         *_checks(mesh, inputs),
         *_call_of_constants(program),
         *_body(module, program, constants=False),
         f"    return {_result_text(trace.results, program)}",
     ]
-    text = "\n".join(lines)
+    text = "\n".join([*tables, "", "", *_constants(module, program), *forward])
     head = "\n".join(_head(module, mesh, text))
     return f"{head}\n\n{text}\n"
 
@@ -129,12 +128,12 @@ def _annotation(result: Any) -> str:
 def _checks(mesh: DeviceMesh, inputs: Mapping[str, Any]) -> list[str]:
     """Return the lines that assert the mesh, the arguments and the settings of the program."""
     tensors = [f'"{name}": {name}' for name, value in inputs.items() if isinstance(value, Tensor)]
-    given = ", ".join(["**weights", *tensors])
+    checked = ", ".join(["**weights", *tensors])
     # In an f-string, two braces stand for one brace of the emitted line: given = {**weights, ...}
     lines = [
         "    for axis, size in MESH.items():",
         '        assert normalize_axis(axis).size() == size, f"made for {axis}={size}"',
-        f"    given = {{{given}}}",
+        f"    given = {{{checked}}}",
         "    for name, (shape, dtype, types, grad) in (*WEIGHTS.items(), *INPUTS.items()):",
         "        tensor = assert_type(given[name], types)",
         '        assert tensor.shape == shape, f"{name}: made for {shape}, got {tensor.shape}"',

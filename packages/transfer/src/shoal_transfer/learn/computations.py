@@ -68,8 +68,8 @@ def _labels_of(memories: list[Memory], numbering: Numbering) -> Tensor:
     """Return the labels of all elements of memories, in float64."""
     labels = [torch.empty(0, dtype=torch.float64)]
     for memory in memories:
-        own = numbering.label(_positions_of(memory), replay_dtype(memory.dtype))
-        labels.append(own.to(torch.float64))
+        labels_of_memory = numbering.label(_positions_of(memory), replay_dtype(memory.dtype))
+        labels.append(labels_of_memory.to(torch.float64))
     return torch.cat(labels)
 
 

@@ -249,7 +249,9 @@ def _steps(keys: Sequence[Tensor], region: Region) -> list[list[int]]:
         if len(indices) < 2:
             found.append([0] * len(keys))
             continue
-        neighbor = [range(own.start, own.start + 1) for own in region]
+        neighbor = [
+            range(indices_of_dim.start, indices_of_dim.start + 1) for indices_of_dim in region
+        ]
         neighbor[dim] = range(indices[1], indices[1] + 1)
         pairs = [(_first(key, region), _first(key, tuple(neighbor))) for key in keys]
         found.append([int(second) - int(first) for first, second in pairs])

@@ -86,15 +86,15 @@ def _compare(recorded: Assignment, declared: tuple[Assignment, ...]) -> None:
         MappingError: an element has another origin.
     """
     for other in declared:
-        own = recorded.restricted_to(other.region)
-        if own is None:
+        compared = recorded.restricted_to(other.region)
+        if compared is None:
             continue
-        common = other.restricted_to(own.region)
+        common = other.restricted_to(compared.region)
         assert common is not None, "both have the elements of the region"
-        if _origin(own) != _origin(common):
-            place = f"{own.target!r}{format_region(own.region)}"
+        if _origin(compared) != _origin(common):
+            place = f"{compared.target!r}{format_region(compared.region)}"
             raise MappingError(
-                f"{place} is {_describe(common)} in the mapping, but {_describe(own)} in the "
+                f"{place} is {_describe(common)} in the mapping, but {_describe(compared)} in the "
                 "witness"
             )
 

@@ -157,9 +157,9 @@ class WeightMapping:
             functions = {self.computed.get(part.source or "") for part in parts}
             if functions == {None}:
                 continue
-            own = later.computed.get(name)
-            if len(functions) > 1 or own is not None:
-                names = sorted({str(one) for one in (*functions, own)})
+            computed_later = later.computed.get(name)
+            if len(functions) > 1 or computed_later is not None:
+                names = sorted({str(one) for one in (*functions, computed_later)})
                 raise MappingError(
                     f"{name!r} is made of elements of different computations, {', '.join(names)}; "
                     "compute tensors as the server has them"

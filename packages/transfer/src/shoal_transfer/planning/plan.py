@@ -132,19 +132,19 @@ def _by_record(
     found = dict[str, tuple[Assignment, ...]]()
     functions = dict[str, str | None]()
     for name in mapping.targets:
-        own = target.names[name]
+        record_name = target.names[name]
         parts = []
         for part in mapping.by_target.get(name, ()):
             read = None if part.source is None else source.names[part.source]
-            parts.append(replace(part, target=own, source=read))
-        known = found.setdefault(own, tuple(parts))
+            parts.append(replace(part, target=record_name, source=read))
+        known = found.setdefault(record_name, tuple(parts))
         function = mapping.computed.get(name)
-        is_same = functions.setdefault(own, function) == function
+        is_same = functions.setdefault(record_name, function) == function
         if known != tuple(parts) or not is_same:
-            aliases = ", ".join(map(repr, target.tensors[own].aliases))
+            aliases = ", ".join(map(repr, target.tensors[record_name].aliases))
             raise MappingError(
-                f"{own!r} and {aliases} are one tensor in the target, with different sources: "
-                f"{known[:1]} and {tuple(parts[:1])}"
+                f"{record_name!r} and {aliases} are one tensor in the target, with different "
+                f"sources: {known[:1]} and {tuple(parts[:1])}"
             )
     return found
 

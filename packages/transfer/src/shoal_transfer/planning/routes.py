@@ -217,13 +217,13 @@ class RouteTable:
             # Only the receivers of this part need the same elements.
             self._at_rank.clear()
             self._at_host.clear()
-        own = dict[int, Holding]()
+        local_senders = dict[int, Holding]()
         if self._sides.is_one_world:
-            own = {holding.rank: holding for holding in senders}
+            local_senders = {holding.rank: holding for holding in senders}
         waiting = dict[str, list[Holding]]()
         for receiver in receivers:
-            if receiver.rank in own:
-                local = (own[receiver.rank],)
+            if receiver.rank in local_senders:
+                local = (local_senders[receiver.rank],)
                 self.routes.append(Route(part, number, local, 0, receiver=receiver, is_local=True))
             else:
                 host = self._sides.target.hosts[receiver.rank]
