@@ -376,8 +376,11 @@ class EdgeRun(Run):
         if not loss.requires_grad:
             return
         loss.backward()  # type: ignore[no-untyped-call]  # torch does not type it
-        for parameter_name, parameter in model.named_parameters():
-            self.note_narrow(f"{name} {parameter_name}", parameter.grad, tolerance)
+        grads = {n: full_tensor(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+        self.note(f"{name} trained", sorted(grads))
+        # Beside the largest gradient of all: some are zero in exact numbers, and rounding elsewhere.
+        joined = torch.cat([grads[n].flatten() for n in sorted(grads)])
+        self.note_narrow(f"{name} gradients", joined, tolerance)
 
     def visit_half(self, model: nn.Module) -> None:
         """Compute with half numbers near 40,000, whose sums are out of range."""

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from rank_values import comm_of, values_of
 from shoal_mesh import (
     CollectiveError,
+    Comm,
     all_gather,
+    all_gather_coalesced,
     all_gather_v,
     all_reduce,
     all_reduce_coalesced,
     all_to_all,
+    all_to_all_blocks,
     all_to_all_v,
     broadcast,
+    gather,
     init_device_mesh,
     permute,
     reduce_scatter,
+    reduce_scatter_coalesced,
     reduce_scatter_v,
     scatter,
 )
@@ -63,6 +71,43 @@ def test_what_cannot_be_right_is_refused(call: Any, text: str) -> None:
             call(comm)
         with torch.no_grad():
             all_reduce(torch.ones(1, requires_grad=True), comm)
+
+
+COLLECTIVES: dict[str, Callable[[Tensor, Comm], Any]] = {
+    "all_reduce": all_reduce,
+    "all_reduce_": all_reduce_,
+    "all_reduce async": lambda x, c: all_reduce(x, c, async_op=True),
+    "all_gather": all_gather,
+    "reduce_scatter": reduce_scatter,
+    "all_to_all": lambda x, c: all_to_all(x, c, 0, 1),
+    "broadcast": broadcast,
+    "scatter": lambda x, c: scatter([torch.ones(4, 4)] * 4 if c.rank == 0 else None, c, out=x),
+    "gather": gather,
+    "permute": lambda x, c: permute(x, c, [1, 2, 3, 0]),
+    "all_gather_v": lambda x, c: all_gather_v(x, c, [4] * 4),
+    "reduce_scatter_v": lambda x, c: reduce_scatter_v(x, c, [1] * 4),
+    "all_to_all_v": lambda x, c: all_to_all_v(x.view(-1), c, [4] * 4, [4] * 4),
+    "all_to_all_blocks": lambda x, c: all_to_all_blocks([[x]] * 4, c, [[x.clone()]] * 4),
+    "all_reduce_coalesced": lambda x, c: all_reduce_coalesced([x, x], c),
+    "all_gather_coalesced": lambda x, c: all_gather_coalesced([x, x], c),
+    "reduce_scatter_coalesced": lambda x, c: reduce_scatter_coalesced([x, x], c),
+}
+
+
+@on_ranks(4)
+def test_a_gradient_on_one_rank_leaves_the_group_usable() -> None:
+    comm = comm_of("turned")
+    for call in COLLECTIVES.values():
+        x = torch.ones(4, 4, requires_grad=comm.rank == 1)
+        with (
+            pytest.raises(CollectiveError, match="is not differentiable")
+            if x.requires_grad
+            else nullcontext()
+        ):
+            call(x, comm)
+        # the refused tensor is not written to
+        assert not x.requires_grad or bool((x == 1).all())
+        assert all_reduce(torch.ones(()), comm).item() == 4
 
 
 @on_ranks(4)

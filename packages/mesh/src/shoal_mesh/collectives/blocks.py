@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 
 import torch
@@ -16,11 +17,14 @@ from ..groups.process_groups import Comm
 from ..groups.world import device_of
 from . import calls
 from .calls import (
+    LOST_GRADIENT,
     Along,
     as_plain,
     check_operand,
     is_dense,
+    loses_gradient,
     materialized,
+    refuse_gradient,
     require_tensors,
     resolve,
 )
@@ -63,6 +67,9 @@ def all_to_all_blocks(blocks: Blocks, comm: Along, out: Blocks) -> Blocks:
     """
     comm = comm if type(comm) is Comm else resolve(comm)
     has_subclasses = _check(blocks, comm, out)
+    if loses_gradient(*chain.from_iterable(blocks), *chain.from_iterable(out)):
+        received = [_empty_like(outputs) for outputs in out]
+        refuse_gradient(partial(all_to_all_blocks, blocks, comm, received))
     if has_subclasses:
         _exchange_plain(blocks, comm, out)
     elif comm.size == 1:
@@ -70,6 +77,10 @@ def all_to_all_blocks(blocks: Blocks, comm: Along, out: Blocks) -> Blocks:
     else:
         _exchange(blocks, comm, out)
     return out
+
+
+def _empty_like(blocks: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.empty_like(block) for block in blocks]
 
 
 def _exchange_plain(blocks: Blocks, comm: Comm, out: Blocks) -> None:
@@ -216,8 +227,10 @@ def unpack_blocks(flat: Tensor, out: Sequence[Tensor]) -> None:
     """
     require_tensors(out, "blocks must be a list of tensors")
     for tensor in (flat, *out):
-        if type(tensor) is not Tensor or tensor.requires_grad or not is_dense(tensor):
+        if type(tensor) is not Tensor or not is_dense(tensor):
             check_operand(tensor)
+    if loses_gradient(flat, *out):
+        raise CollectiveError(LOST_GRADIENT)
     if flat.shape != (_count(out),):
         shapes = [tuple(block.shape) for block in out]
         raise CollectiveError(
@@ -255,7 +268,7 @@ def _check(blocks: Blocks, comm: Comm, out: Blocks) -> bool:
         if type(block) is not Tensor:
             check_operand(block, "a block")
             has_subclasses = has_subclasses or not is_traced(block)
-        elif block.requires_grad or not is_dense(block):
+        elif not is_dense(block):
             check_operand(block, "a block")
         dtypes.add(block.dtype)
     if len(dtypes) > 1:

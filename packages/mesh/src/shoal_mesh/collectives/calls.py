@@ -1,9 +1,9 @@
 """The steps that collectives share: checks of arguments, and seven calls that send.
 
-Checks raise before anything is sent. Every collective is made of the seven calls, which use the
-communicator's transport. While a compiler traces, they are functional collectives instead. The
-blocks of the calls are in index order of the communicator along dim 0, and the communicator has
-several ranks. Inputs of equal blocks may have any strides, other inputs are contiguous.
+Checks raise before anything is sent, except for gradients (`refuse_gradient`). Every collective is
+made of the seven calls, which use the communicator's transport. While a compiler traces, they are
+functional collectives instead. The blocks of the calls are in index order of the communicator along
+dim 0, and the communicator has several ranks. Inputs of equal blocks may have any strides, other inputs are contiguous.
 `background` means that the caller computes between the start and the wait.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import prod
 from types import MappingProxyType
 from typing import Literal, NoReturn
@@ -36,6 +37,10 @@ Along = Comm | tuple[DeviceMesh, int | str | tuple[int | str, ...]]
 Sync = Literal[False]
 Async = Literal[True]
 _STRIDED = torch.strided
+LOST_GRADIENT = (
+    "this collective is not differentiable, but the tensor requires a gradient: use "
+    "shoal_mesh.differentiable, or pass tensor.detach() if the gradient is not needed"
+)
 # An all-reduce of up to so many ranks and bytes is faster as one all-to-all of the whole tensor
 # than in gloo's ring: for 4 ranks and 64 KiB it takes a third of the time.
 ONE_SHOT_RANKS = 8
@@ -68,7 +73,7 @@ def resolve(along: object) -> Comm:
 def checked(tensor: Tensor, along: Along, name: str = "tensor") -> Comm:
     """Check the operand of a collective (`check_operand`), and return the communicator."""
     comm = along if type(along) is Comm else resolve(along)
-    if type(tensor) is not Tensor or tensor.requires_grad or not is_dense(tensor):
+    if type(tensor) is not Tensor or not is_dense(tensor):
         check_operand(tensor, name)
     return comm
 
@@ -95,13 +100,8 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def check_operand(tensor: Tensor, name: str = "tensor") -> None:
-    """Raise CollectiveError for a tensor that is not dense, or that would lose a gradient."""
+    """Raise CollectiveError for a tensor that is not dense."""
     require(tensor, Tensor, f"{name} of a collective is a torch.Tensor", CollectiveTypeError)
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise CollectiveError(
-            "this collective is not differentiable, but the tensor requires a gradient: use "
-            "shoal_mesh.differentiable, or pass tensor.detach() if the gradient is not needed"
-        )
     if is_dense(tensor):
         return
     if tensor.is_quantized:
@@ -117,6 +117,27 @@ def check_operand(tensor: Tensor, name: str = "tensor") -> None:
     raise CollectiveError(
         f"collectives send dense tensors, got layout {tensor.layout}: call to_dense() first"
     )
+
+
+def loses_gradient(*tensors: Tensor) -> bool:
+    """Return whether a collective, which is not differentiable, would lose the gradient of a tensor."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def refuse_gradient(take_part: Callable[[], object]) -> NoReturn:
+    """Take part in a collective of tensors that require gradients, and raise CollectiveError.
+
+    The tensors of other ranks may not require gradients. These ranks run the collective, so this
+    rank raises behind it: the group stays usable.
+
+    Args:
+        take_part: the collective; it runs without gradients, and its result is dropped.
+    """
+    with torch.no_grad():
+        result = take_part()
+        if isinstance(result, Pending):
+            result.wait()
+    raise CollectiveError(LOST_GRADIENT)
 
 
 def materialized(tensor: Tensor) -> Tensor:
@@ -244,6 +265,9 @@ def collective(  # noqa: PLR0913  # the fields of an event, and how it runs
     Observers get the fields of an `Event`; `same` also has the shape of the tensor, unless ranks
     send different amounts.
     """
+    if tensor.requires_grad and torch.is_grad_enabled():
+        again = partial(collective, op, tensor, comm, start, async_op)
+        refuse_gradient(partial(again, reduce_op=reduce_op, same=same, flow=flow))
     if comm.size == 1:
         copy = tensor.clone(memory_format=torch.contiguous_format)
         return Pending(copy, None) if async_op else copy

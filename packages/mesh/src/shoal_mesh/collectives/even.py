@@ -4,11 +4,13 @@ Every function takes a `Comm` or a pair (mesh, axis or axes) and returns a fresh
 name ends with an underscore. Blocks are in index order of the communicator. `async_op=True` returns
 a `Pending`. While torch.compile traces, the functions become functional collectives. A communicator
 of one rank sends nothing. The functions are not differentiable: a tensor that requires grad is
-refused, and `shoal_mesh.differentiable` has the versions with gradients.
+refused, and `shoal_mesh.differentiable` has the versions with gradients. The error is raised behind
+the collective, because the tensors of other ranks may not require grad.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import overload
 
 import torch
@@ -98,6 +100,8 @@ def all_reduce_(
         [[1.0, 1.0], [1.0, 1.0]]
     """
     comm = checked(tensor, comm)
+    if calls.loses_gradient(tensor):
+        calls.refuse_gradient(partial(all_reduce, tensor, comm, op))
     recipe = reduction(tensor.dtype, op)
     if comm.size == 1:
         return Pending(tensor, None) if async_op else tensor
@@ -309,6 +313,8 @@ def broadcast(tensor: Tensor, comm: Along, src: int = 0) -> Tensor:
     """
     comm = checked(tensor, comm)
     calls.check_root(src, comm, "src")
+    if calls.loses_gradient(tensor):
+        calls.refuse_gradient(partial(broadcast, tensor, comm, src))
     copy = tensor.clone(memory_format=torch.contiguous_format)
     if comm.size == 1:
         return copy

@@ -7,6 +7,7 @@ or are padded to the largest block if that sends less.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import overload
 
 import torch
@@ -259,6 +260,9 @@ def scatter(tensors: Sequence[Tensor] | None, comm: Along, src: int = 0, *, out:
     """
     comm = checked(out, comm, "out")
     check_root(src, comm, "src")
+    if calls.loses_gradient(out):
+        received = torch.empty_like(out)
+        calls.refuse_gradient(partial(scatter, tensors, comm, src, out=received))
     taken = "scatter takes a list of tensors on the source, None elsewhere"
     require(tensors, Sequence | None, taken, CollectiveTypeError)
     sent: tuple[Tensor, ...] = ()
@@ -324,6 +328,8 @@ def gather(tensor: Tensor, comm: Along, dst: int = 0) -> list[Tensor] | None:
     """
     comm = checked(tensor, comm)
     check_root(dst, comm, "dst")
+    if calls.loses_gradient(tensor):
+        calls.refuse_gradient(partial(gather, tensor, comm, dst))
     if comm.size == 1:
         return [tensor.clone(memory_format=torch.contiguous_format)]
     count = tensor.numel()
@@ -363,6 +369,8 @@ def permute(tensor: Tensor, comm: Along, targets: Sequence[int]) -> Tensor:
     """
     comm = checked(tensor, comm)
     check_targets(targets, comm)
+    if calls.loses_gradient(tensor):
+        calls.refuse_gradient(partial(permute, tensor, comm, targets))
     count = tensor.numel()
     send = [0] * comm.size
     send[targets[comm.rank]] = count
