@@ -159,8 +159,18 @@ def _sequences(call: str, buffers: Any, dims: Any) -> list[tuple[Tensor, int]]:
 def _check_list(subject: str, values: object, kind: type) -> None:
     if isinstance(values, Sequence) and all(isinstance(value, kind) for value in values):
         return
-    got = f"{type(values).__name__} {values!r:.60}"
+    got = _described(values)
+    if isinstance(values, Sequence) and not isinstance(values, str):
+        got = f"a {type(values).__name__} of [{', '.join(map(_described, values))}]"
     raise LayoutTypeError(f"{subject} must be a list of {kind.__name__}, got {got}")
+
+
+def _described(value: object) -> str:
+    """Describe an argument of a wrong type; a tensor by its shape."""
+    name = type(value).__name__
+    if isinstance(value, Tensor):
+        return f"a {name} of shape {tuple(value.shape)}"
+    return f"{name} {value!r:.60}"
 
 
 def _check(sequences: Sequence[tuple[Tensor, int]], unrestored: set[Tensor]) -> None:
