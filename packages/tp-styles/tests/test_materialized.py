@@ -12,8 +12,14 @@ import pytest
 import torch
 from torch import nn
 
+from shoal_dtensor import Replicate
 from shoal_mesh.testing import all_ranks, on_ranks
-from shoal_tp_styles import StyleError, parallelize_module, unparallelize_module
+from shoal_tp_styles import (
+    ColwiseParallel,
+    StyleError,
+    parallelize_module,
+    unparallelize_module,
+)
 
 PLANS: dict[str, Any] = {"linear": "colwise", "embedding": "colwise", "norm": "replicate"}
 
@@ -50,6 +56,35 @@ def test_parameters_without_values_are_named(kind: str) -> None:
         expected = expected.chunk(2, -1)[all_ranks().get_local_rank()]
     torch.testing.assert_close(model(example(kind)), expected)
     assert not model._forward_pre_hooks
+
+
+class Scaled(nn.Module):
+    """A layer with a buffer that no state dict has."""
+
+    factor: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 12)
+        self.register_buffer("factor", torch.ones(12), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layer(x) * self.factor
+
+
+@on_ranks(2)
+def test_buffers_without_values_are_named() -> None:
+    with torch.device("meta"):
+        model = Scaled()
+    plan = {"layer": ColwiseParallel(output_layouts=Replicate())}
+    parallelize_module(model, all_ranks(), plan)
+    model.layer.to_empty(device="cpu")
+    nn.init.ones_(model.layer.weight)
+    nn.init.zeros_(model.layer.bias)
+    with pytest.raises(StyleError, match=r"^parallelize_module: .*\['factor'\].*to_empty"):
+        model(torch.ones(3, 8))
+    model.factor = torch.full((12,), 2.0)
+    assert torch.equal(model(torch.ones(3, 8)), torch.full((3, 12), 16.0))
 
 
 @on_ranks(2)

@@ -1,13 +1,16 @@
-"""The check of a parallel module's first forward: its parameters have left the meta device.
+"""The check of a parallel module's first forward: its parameters and buffers have left the meta device.
 
 A module may be made parallel on the meta device and get its values later. Torch's operators would
-otherwise fail with an error that names no parameter, or return results without values. A hook of
-the root module looks at the parameters before a forward, and removes itself once they have values.
+otherwise fail with an error that names no tensor, or return results without values. A hook of the
+root module looks at parameters and buffers before a forward, and removes itself once they have
+values. Buffers stay behind where `load_state_dict(assign=True)` gives values to parameters: a state
+dict does not have the buffers that are not persistent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,13 +22,13 @@ from .._torch import hook_start_of_forward
 
 
 def await_values(module: nn.Module) -> None:
-    """Check the parameters at the first forward if a module has parameters on the meta device."""
+    """Check a module at its first forward if it has parameters or buffers on the meta device."""
     if _on_meta(module):
         hook_start_of_forward(module, _check_values)
 
 
 def _check_values(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise StyleError if parameters are on the meta device, but not all inputs are."""
+    """Raise StyleError if parameters or buffers are on the meta device, but not all inputs are."""
     if is_traced():
         return
     names = _on_meta(module)
@@ -39,5 +42,6 @@ def _check_values(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
 
 
 def _on_meta(module: nn.Module) -> list[str]:
-    """Return the names of the parameters on the meta device."""
-    return [name for name, param in module.named_parameters() if param.device.type == "meta"]
+    """Return the names of the parameters and buffers on the meta device."""
+    named = chain(module.named_parameters(), module.named_buffers())
+    return [name for name, tensor in named if tensor.device.type == "meta"]
