@@ -82,6 +82,7 @@ from .modules.owners import (
     whole_parameters,
     with_methods,
 )
+from .random_layouts.asserted import assert_layout
 from .random_layouts.functions import active, drawers_of
 from .random_layouts.layouts import UNSEEN, global_stride, in_memory_as, layout_of, note_layout
 from .random_layouts.region import current_watch, unwatch_draws, watch_draws

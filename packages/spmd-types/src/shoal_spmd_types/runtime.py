@@ -13,7 +13,15 @@ from typing import Any, TypeVar, overload
 import torch
 
 from shoal_dtensor.errors import ArgumentTypeError, SpmdTypeError
-from shoal_dtensor.internal import I, R, ShardType as Shard, current_watch, pytree, spmd
+from shoal_dtensor.internal import (
+    I,
+    R,
+    ShardType as Shard,
+    assert_layout,
+    current_watch,
+    pytree,
+    spmd,
+)
 
 from .scalar import Scalar
 from .types import PartitionSpec, SpmdType, entry_of
@@ -258,7 +266,7 @@ def assert_type(
         if is_checked:
             spmd.assert_tensor_type(tensor, merged.local_type, merged.partition_spec)
         if watch is not None:
-            watch.assert_type(tensor, merged.local_type, merged.partition_spec)
+            assert_layout(tensor, watch.mesh, merged.local_type, merged.partition_spec)
     return tensor
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shoal_mesh import DeviceMesh
 
+from .._torch.tensors import unwatched_functions
 from ..errors import SpmdTypeError
 from ..layout.placements import Placement, Replicate
 from ..layout.spec import Spec
@@ -19,19 +20,20 @@ from ..spmd.inference.messages import user_line
 from ..spmd.types.axis_types import AnyAxisType, I, R, Shard, V, placement_of
 from ..spmd.types.mesh_axes import AxisLike, MeshAxis, axis_over
 from ..spmd.types.tensor_types import TensorType, describe_axes, read_type
-from .layouts import PLAIN, UNSEEN, LocalLayout, global_stride, layout_of
+from ..tensor.dtensor import DTensor
+from .layouts import PLAIN, UNSEEN, LocalLayout, global_stride, layout_of, note_layout
 
 
-def asserted_layout(
+def assert_layout(
     tensor: Tensor,
     mesh: DeviceMesh,
     types: Mapping[AxisLike, AnyAxisType],
     partition_spec: Sequence[Any] | None,
-) -> LocalLayout:
-    """Return the layout of a plain tensor with an asserted type.
+) -> None:
+    """Note the layout of a plain tensor that a program asserts, or compare with the known one.
 
     Args:
-        tensor: a plain tensor.
+        tensor: the tensor; a DTensor has its layout, and is left alone.
         mesh: the mesh of the layouts.
         types: types by axis; other axes of the mesh do not shard the tensor.
         partition_spec: for each tensor dim the axes that shard it.
@@ -40,6 +42,18 @@ def asserted_layout(
         SpmdTypeError: if the type is not valid for the tensor, contradicts its known layout, or
             lacks an axis along which its layout is unknown.
     """
+    with unwatched_functions():
+        if not isinstance(tensor, DTensor):
+            note_layout(tensor, _asserted_layout(tensor, mesh, types, partition_spec))
+
+
+def _asserted_layout(
+    tensor: Tensor,
+    mesh: DeviceMesh,
+    types: Mapping[AxisLike, AnyAxisType],
+    partition_spec: Sequence[Any] | None,
+) -> LocalLayout:
+    """Return the layout of a plain tensor with an asserted type, or the layout that is known."""
     asserted = read_type(types, tensor.ndim, partition_spec)
     axes = [axis_over(mesh.ranks_along(i), mesh.axis_names[i]) for i in range(mesh.ndim)]
     present = layout_of(tensor)

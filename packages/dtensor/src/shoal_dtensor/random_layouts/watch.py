@@ -30,10 +30,7 @@ from ..layout.tensor_meta import flatten, mapped
 from ..modules.forwards import ModuleForward
 from ..scopes import implicit_replication
 from ..spmd.first_check import copy_type
-from ..spmd.types.axis_types import AnyAxisType
-from ..spmd.types.mesh_axes import AxisLike
 from ..tensor.dtensor import DTensor
-from .asserted import asserted_layout
 from .functions import active, drawers_of, draws
 from .layouts import (
     PLAIN,
@@ -151,27 +148,6 @@ class Watch(FunctionMode):
         others = [each for each in sources if isinstance(each, Tensor) and each is not target]
         if spec_of(target) is None and not all(layout_of(each).plain for each in others):
             note_layout(target, LocalLayout(unknown=f"{name} wrote shards to it"))
-
-    def assert_type(
-        self,
-        tensor: Tensor,
-        types: Mapping[AxisLike, AnyAxisType],
-        partition_spec: Sequence[Any] | None,
-    ) -> None:
-        """Note the layout of a plain tensor that a program asserts, or compare with the known one.
-
-        Args:
-            tensor: the tensor; a DTensor has its layout, and is left alone.
-            types: types by axis.
-            partition_spec: for each tensor dim the axes that shard it.
-
-        Raises:
-            SpmdTypeError: if the type is not valid for the tensor, contradicts its known layout, or
-                lacks an axis along which its layout is unknown.
-        """
-        with unwatched_functions():
-            if not isinstance(tensor, DTensor):
-                note_layout(tensor, asserted_layout(tensor, self.mesh, types, partition_spec))
 
     # --- modules ----------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from .plan import unfold_spec
 BUCKET_BYTES = 1 << 24
 
 
-class _Entry(NamedTuple):
+class _TensorToScatter(NamedTuple):
     """A tensor to distribute, and the shard to fill."""
 
     tensor: torch.Tensor
@@ -90,7 +90,7 @@ class Scatter:
         self._source = source
         self._bytes = 0
         # the tensors to send; those of one batch are sent together
-        self._waiting: dict[_Batch, list[_Entry]] = {}
+        self._waiting: dict[_Batch, list[_TensorToScatter]] = {}
 
     def shard(self, tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
         """Return this rank's shard of a global tensor, in memory of its own.
@@ -128,7 +128,7 @@ class Scatter:
         local = torch.empty(spec.local_shape, dtype=tensor.dtype, device=device)
         sharding = tuple(sorted(axis for sharded in spec.dim_shardings for axis in sharded.axes))
         batch = _Batch(spec.mesh.identity, sharding, tensor.dtype, device)
-        self._waiting.setdefault(batch, []).append(_Entry(tensor, spec, local))
+        self._waiting.setdefault(batch, []).append(_TensorToScatter(tensor, spec, local))
         self._bytes += tensor.dtype.itemsize * (spec.example or spec).shape.numel()
         if self._bytes > BUCKET_BYTES:
             self.send()
@@ -144,7 +144,7 @@ class Scatter:
             _send(entries, batch.sharding_axes, self._source)
 
 
-def _send(entries: Sequence[_Entry], sharding: tuple[int, ...], source: int) -> None:
+def _send(entries: Sequence[_TensorToScatter], sharding: tuple[int, ...], source: int) -> None:
     """Scatter boxes to the ranks of the source's plane, then broadcast them to the other planes.
 
     A plane is a set of ranks that differ only along the sharding axes.

@@ -23,7 +23,7 @@ from ...rules.language.rule import LocalCall, Rule, local_function
 _RESHAPES = frozenset({"view", "_unsafe_view", "_reshape_alias", "reshape", "expand", "squeeze"})
 
 
-class _RecordedCall(NamedTuple):
+class _LocalCall(NamedTuple):
     """A call of an operator."""
 
     operator: OpOverload
@@ -36,7 +36,7 @@ class _CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of t
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # of torch
-        self.calls: list[_RecordedCall] = []
+        self.calls: list[_LocalCall] = []
 
     def __torch_dispatch__(
         self,
@@ -45,7 +45,7 @@ class _CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of t
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        self.calls.append(_RecordedCall(func, args, kwargs or {}))
+        self.calls.append(_LocalCall(func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
