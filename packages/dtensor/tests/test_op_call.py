@@ -32,6 +32,15 @@ def test_what_a_row_does_not_name_is_replicated() -> None:
     assert call.row() == Row((R, R), (R,))
 
 
+def test_dims_count_from_the_end_of_a_tensor() -> None:
+    # of= had no reader
+    call = call_of(aten.index_select.default, meta(2, 3, 4), -1, meta(5))
+    assert call.dim() == 2
+    assert call.dim(of=1) == 0
+    assert call.dims() == (2,)
+    assert call.dims(of=1) == (0,)
+
+
 def test_entries_under_computed_names_come_as_a_mapping() -> None:
     call = call_of(aten.mm.default, meta(4, 6), meta(6, 2), outputs=(meta(4, 2),))
     assert call.row({"self": S(1), "mat2": S(0)}, out=P("sum")) == call.row(

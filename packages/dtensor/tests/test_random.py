@@ -52,11 +52,22 @@ def test_factories_equal_one_device() -> None:
             ]
             assert torch.equal(torch.get_rng_state(), state)
             assert all(same(a, b) for a, b in zip(got, expected, strict=True)), placements
-    generators = [torch.Generator().manual_seed(6) for _ in range(2)]
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("rand", (9, 5)), ("randn", (9, 5)), ("randint", (-3, 8, (9, 5))), ("randperm", (11,))],
+)
+def test_factories_draw_from_a_generator(name: str, sizes: tuple[Any, ...]) -> None:
+    # only randperm had a test with a generator
+    used, expected = [torch.Generator().manual_seed(6) for _ in range(2)]
+    state = torch.get_rng_state()
     mesh = init_device_mesh("cpu", (4,))
-    drawn = sd.randperm(11, device_mesh=mesh, placements=[Shard(0)], generator=generators[0])
-    assert same(drawn, torch.randperm(11, generator=generators[1]))
-    assert torch.equal(generators[0].get_state(), generators[1].get_state())
+    drawn = getattr(sd, name)(*sizes, device_mesh=mesh, placements=[Shard(0)], generator=used)
+    assert same(drawn, getattr(torch, name)(*sizes, generator=expected))
+    assert torch.equal(used.get_state(), expected.get_state())
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @on_ranks(4)
