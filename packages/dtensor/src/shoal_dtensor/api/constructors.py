@@ -344,8 +344,8 @@ _DEFAULTS = Keywords(
 def _factory(function: F) -> F:
     """Decorate a factory to be one node of compiled graphs, with all keywords in its signature."""
     factory = whole_when_compiled(function)
-    given = inspect.signature(factory)
-    own = [*given.parameters.values()][:-1]  # without **keywords
+    signature = inspect.signature(factory)
+    own_parameters = [*signature.parameters.values()][:-1]  # without **keywords
     defaults: dict[str, Any] = {**_DEFAULTS}
     listed = []
     for name, hint in Keywords.__annotations__.items():
@@ -356,7 +356,7 @@ def _factory(function: F) -> F:
             annotation=hint.__forward_arg__,
         )
         listed.append(parameter)
-    factory.__signature__ = given.replace(parameters=[*own, *listed])  # type: ignore[attr-defined]  # inspect reads it
+    factory.__signature__ = signature.replace(parameters=[*own_parameters, *listed])  # type: ignore[attr-defined]  # inspect reads it
     return factory
 
 

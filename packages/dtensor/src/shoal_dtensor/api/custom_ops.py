@@ -316,10 +316,10 @@ def _row(call: OpCall, outputs: Sequence[Any], inputs: Sequence[Any]) -> Row:
     output_placements = _placements_in(outputs)
     tensors = (len(call.tensors), len(call.outputs))
     if (len(input_placements), len(output_placements)) != tensors:
-        given = f"{len(input_placements)} and {len(output_placements)}"
+        registered = f"{len(input_placements)} and {len(output_placements)}"
         raise PlacementError(
             f"{call.op}: it has {len(call.tensors)} tensor inputs and {len(call.outputs)} tensor "
-            f"outputs, but the registered sharding has placements for {given}"
+            f"outputs, but the registered sharding has placements for {registered}"
         )
     entries = tuple(map(_entry, input_placements, call.tensors))
     return Row(entries, tuple(map(_entry, output_placements, call.outputs)))

@@ -80,11 +80,11 @@ def first_states(optimizer: Optimizer, wanted: Callable[[Tensor], bool]) -> Stat
 
 
 def add_frozen_states(
-    optimizers: Iterable[Optimizer], target: Mapping[str, Any], given: Mapping[str, Any]
+    optimizers: Iterable[Optimizer], target: Mapping[str, Any], states: Mapping[str, Any]
 ) -> None:
     """Add the first states of frozen parameters to the state that optimizers can load."""
     named = names_of(optimizers, target["param_groups"])
-    loaded = {param: name for name, param in named.items() if given.get(name)}
+    loaded = {param: name for name, param in named.items() if states.get(name)}
     frozen = {param: name for param, name in loaded.items() if not param.requires_grad}
     for optimizer in optimizers:
         first = first_states(optimizer, lambda param: param in frozen and param.is_floating_point())
@@ -140,17 +140,17 @@ def _length_of_name(parts: Sequence[str], names: Collection[str]) -> int:
 
 def check_complete(state: Mapping[str, Any], target: Mapping[str, Any]) -> None:
     """Raise a StateDictError that names the entries of a target that the state lacks."""
-    given = state.get("state", {})
+    states = state.get("state", {})
     groups = state.get("param_groups", ())
     named = {name for group in groups for name in group["params"]}
     missing = []
     for name, entry in target["state"].items():
-        present = given.get(name, {})
+        present = states.get(name, {})
         missing += [f"{name}.{key}" for key in entry if key not in present]
     lacking = [group["params"] for group in target["param_groups"] if group["params"]]
     without_options = [names[0] for names in lacking if named.isdisjoint(names)]
     missing += [f"the options of {name}" for name in without_options]
-    if missing and not _is_by_number(given):
+    if missing and not _is_by_number(states):
         unlisted = len(missing) - 5
         more = f" and {unlisted} more" if unlisted > 0 else ""
         # All stages of a pipeline save their groups under the same names, so that only the groups
@@ -166,31 +166,33 @@ def load_states(
     optimizers: Iterable[Optimizer], state: Mapping[str, Any], target: Mapping[str, Any]
 ) -> None:
     """Load state and options by names of parameters; missing entries keep the target's values."""
-    given = state.get("state", {})
+    states = state.get("state", {})
     groups = state.get("param_groups", ())
     own_groups = iter(target["param_groups"])
     for optimizer in optimizers:
-        own = [next(own_groups) for _ in optimizer.param_groups]
-        named = names_of([optimizer], own)
+        groups_of_optimizer = [next(own_groups) for _ in optimizer.param_groups]
+        named = names_of([optimizer], groups_of_optimizer)
         entries = {}
         for name, param in named.items():
-            loaded = given.get(name, {})
+            loaded = states.get(name, {})
             if loaded or optimizer.state.get(param):
                 entries[name] = {**target["state"].get(name, {}), **loaded}
-        options = [_options_of(group, groups) for group in own]
+        options = [_options_of(group, groups) for group in groups_of_optimizer]
         # Torch may have replaced the optimizer's own method by a call of this function.
         load = type(optimizer).load_state_dict
-        if _is_by_number(given):
+        if _is_by_number(states):
             load(optimizer, dict(state))
         else:
             load(optimizer, {"state": entries, "param_groups": options})
         drop_unmade_buffers(optimizer)
 
 
-def _options_of(own: Mapping[str, Any], groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def _options_of(
+    target_group: Mapping[str, Any], groups: Iterable[Mapping[str, Any]]
+) -> dict[str, Any]:
     """Return the options of the last group that shares a parameter with a group, else its own."""
-    names = own["params"]
-    options = own
+    names = target_group["params"]
+    options = target_group
     for group in groups:
         if group["params"] == names or {*names} & {*group["params"]}:
             options = group
@@ -213,6 +215,6 @@ def drop_unmade_buffers(optimizer: Optimizer) -> None:
                 del optimizer.state[param]
 
 
-def _is_by_number(given: Mapping[Any, Any]) -> bool:
+def _is_by_number(states: Mapping[Any, Any]) -> bool:
     """Tell whether a state is keyed by parameter numbers, as in an optimizer's state dict."""
-    return bool(given) and all(isinstance(key, int) for key in given)
+    return bool(states) and all(isinstance(key, int) for key in states)

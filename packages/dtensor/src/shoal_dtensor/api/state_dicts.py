@@ -264,7 +264,7 @@ install_in_torch = partial(around_state_dicts, _get, _load)
 
 
 def _has_dtensors(model: nn.Module) -> bool:
-    return any(isinstance(each, DTensor) for each in (*model.parameters(), *model.buffers()))
+    return any(isinstance(tensor, DTensor) for tensor in (*model.parameters(), *model.buffers()))
 
 
 def _read(options: Any) -> tuple[Any, Any]:

@@ -427,8 +427,8 @@ def _composed_by_torch(cls: type, tensor: torch.Tensor) -> bool:
     names, varargs, keywords, values = getargvalues(outermost)
     function = outermost.f_code.co_name
     all_names = [name for name in (*names, varargs, keywords) if name in values]
-    given = [values[name] for name in all_names if (function, name) not in _SET_INSIDE]
-    return not _has_plain(cls, given)
+    arguments = [values[name] for name in all_names if (function, name) not in _SET_INSIDE]
+    return not _has_plain(cls, arguments)
 
 
 def _has_plain(cls: type, arguments: Any) -> bool:

@@ -44,10 +44,10 @@ def order_of_axes(
             placement = f"StridedShard(dim={dim}, split_factor={wanted})"
             raise PlacementError(
                 f"mesh axis {axis}: its placement, {placement}, means that axes to its right "
-                f"make {wanted} shards of dim {dim} first; but the axes to its right that shard the dim have sizes "
-                f"{sizes}, and no leading part of these sizes multiplies to {wanted}. Use a "
-                f"factor that is such a product, or pad the dim to a multiple of {wanted}: alone "
-                "on a dim that it divides, a factor counts equal runs"
+                f"make {wanted} shards of dim {dim} first; but the axes to its right that shard "
+                f"the dim have sizes {sizes}, and no leading part of these sizes multiplies to "
+                f"{wanted}. Use a factor that is such a product, or pad the dim to a multiple of "
+                f"{wanted}: alone on a dim that it divides, a factor counts equal runs"
             )
         order = (*order[:position], axis, *order[position:])
     return order

@@ -555,9 +555,9 @@ def shard_any_dim(
         levels[runs] = shard_dim(length // runs, axes_of_level, plain, mesh_shape)
     sharding = fold_levels(levels, length)
     if sharding is None:
-        asked = ", ".join(repr(placements[axis]) for axis in axes)
+        names = ", ".join(repr(placements[axis]) for axis in axes)
         raise PlacementError(
-            f"a dim of {length} elements cannot be sharded by {asked}: its runs cannot be divided "
+            f"a dim of {length} elements cannot be sharded by {names}: its runs cannot be divided "
             "into these shards. Pad the dim to a multiple of split_factor, or shard it by "
             "Shard(dim, sizes=...)"
         )

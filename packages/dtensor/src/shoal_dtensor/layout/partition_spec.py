@@ -230,16 +230,16 @@ def _check_agreed(
 
     `axes` is the order that the shard order gives, `outer_shards` the order that placements imply.
     """
-    given: dict[int, int] = {}
+    ordered_before: dict[int, int] = {}
     for axes_of_level in _by_runs(axes, placements).values():
-        given |= shards_before(axes_of_level, [mesh_shape[axis] for axis in axes_of_level])
+        ordered_before |= shards_before(axes_of_level, [mesh_shape[axis] for axis in axes_of_level])
     for axis, count in outer_shards.items():
-        if axis in given and count not in (1, given[axis]):
+        if axis in ordered_before and count not in (1, ordered_before[axis]):
             raise PlacementError(
                 f"shard_order: axes {tuple(axes)} given for tensor dim {dim}, but by its "
                 f"placement mesh axis {axis} shards the dim after axes to its right that make "
-                f"{count} shards, and in this order they make {given[axis]}; pass the placements "
-                "alone, which define the order, or Shard placements with a shard_order"
+                f"{count} shards, and in this order they make {ordered_before[axis]}; pass the "
+                "placements alone, which define the order, or Shard placements with a shard_order"
             )
 
 

@@ -304,9 +304,12 @@ def extents(spec: Spec, axis: int) -> tuple[int, ...]:
     dim = getattr(spec.placements[axis], "dim", None)
     assert dim is not None, "the axis shards a dim"
     # Example: for the rank at (1, 0), the ranks along axis 1 are at (1, 0) and (1, 1).
-    here = spec.coordinate or (0,) * spec.mesh.ndim
-    along = [(*here[:axis], rank, *here[axis + 1 :]) for rank in range(spec.mesh.size(axis))]
-    return tuple(spec.dim_shardings[dim].size(coordinate) for coordinate in along)
+    coordinate = [*(spec.coordinate or (0,) * spec.mesh.ndim)]
+    sizes = []
+    for rank in range(spec.mesh.size(axis)):
+        coordinate[axis] = rank
+        sizes.append(spec.dim_shardings[dim].size(coordinate))
+    return tuple(sizes)
 
 
 def shard_of(spec: Spec, axis: int) -> AnyShard | None:
@@ -478,23 +481,18 @@ def _taken_blocks(source: Tensor, layout: LocalLayout, outs: Sequence[Tensor]) -
     Return [] if a view is another part of the output.
     """
     taken: list[LocalLayout] = []
-    blocks = dict(
-        zip(spans(spec.local_shape[-1] for spec in layout.blocks), layout.blocks, strict=True)
-    )
+    places = spans(spec.local_shape[-1] for spec in layout.blocks)
+    block_at = dict(zip(places, layout.blocks, strict=True))
     start = 0
     for out in outs:
-        if (
-            out.ndim != source.ndim
-            or out.stride() != source.stride()
-            or out.shape[:-1] != source.shape[:-1]
-        ):
+        if out.stride() != source.stride() or out.shape[:-1] != source.shape[:-1]:
             return []
         # Several views follow each other; a single view may be anywhere.
         if len(outs) == 1:
             start = (out.storage_offset() - source.storage_offset()) // source.stride(-1)
         stop = start + out.shape[-1]
-        if (start, stop) not in blocks:
+        if (start, stop) not in block_at:
             return []
-        taken.append(LocalLayout(blocks[start, stop]))
+        taken.append(LocalLayout(block_at[start, stop]))
         start = stop
     return taken

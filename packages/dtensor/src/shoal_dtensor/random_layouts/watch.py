@@ -195,11 +195,11 @@ class Watch(FunctionMode):
                 "after the experts, or set its probability to 0"
             )
         spec = spec_of(source) if forward.one_axis and active(forward.module) else None
-        if spec is not None and any(
-            placement.is_shard()
-            for axis, placement in enumerate(spec.placements)
-            if axis != self.axes[forward.mesh]
-        ):
+        if spec is None:
+            return
+        other_placements = [*spec.placements]
+        del other_placements[self.axes[forward.mesh]]
+        if any(placement.is_shard() for placement in other_placements):
             raise LayoutError(
                 f"{forward.title}: {type(forward.module).__name__} draws its dropout mask on "
                 f"{forward.mesh} only, but its input is sharded over other axes too. Leave a "

@@ -217,7 +217,7 @@ def _gather_strided(spec: Spec, *others: Spec) -> Spec:
     axes: set[int] = set()
     for dim, sharding in enumerate(spec.dim_shardings):
         shardings = [sharding, *(other.dim_shardings[dim] for other in others)]
-        if any(isinstance(each, StridedDimSharding) for each in shardings):
+        if any(isinstance(dim_sharding, StridedDimSharding) for dim_sharding in shardings):
             axes.update(sharding.axes)
     return _with_replicated(spec, axes)
 

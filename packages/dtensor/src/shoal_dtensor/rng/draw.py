@@ -124,7 +124,7 @@ def _own_part(
     box = []
     for dim in memory.order:
         sharding = spec.dim_sharding(dim)
-        own = sharding.index(coordinate)
+        own_shard = sharding.index(coordinate)
         sizes = sharding.sizes
         # Among the shards of the dim, find the shards that these ranks hold.
         fixed = [axis in axes for axis in sharding.axes]
@@ -134,9 +134,9 @@ def _own_part(
             triples = zip(fixed, position, own_position, strict=True)
             if all(at == own_at for is_fixed, at, own_at in triples if is_fixed):
                 held.append(shard)
-        before = sum(sizes[shard] for shard in held if shard < own)
+        before = sum(sizes[shard] for shard in held if shard < own_shard)
         shape.append(sum(sizes[shard] for shard in held))
-        box.append((before, before + sizes[own]))
+        box.append((before, before + sizes[own_shard]))
     number = 0
     for axis in axes:
         # Example: 5 for the coordinates (1, 2) on axes of 2 and 3 ranks.

@@ -136,10 +136,10 @@ def fill_whole(
     """
     is_on_cpu = local.device.type == "cpu"
     whole = _scratch(memory.shape, local, memory.contiguous or not is_on_cpu)
-    own = tuple([slice(start, stop) for start, stop in memory.box])
+    box = tuple([slice(start, stop) for start, stop in memory.box])
     odds = None if operand is None else torch.full_like(whole, 0.5, dtype=operand.dtype)
     if odds is not None and operand is not None and memory.has(operand):
-        odds[own].copy_(memory.arranged(operand))
+        odds[box].copy_(memory.arranged(operand))
     # Kernels of CPU and CUDA walk in memory order for any order of dims.
     if is_on_cpu or local.device.type == "cuda":
         fill(whole, generator, odds)
@@ -148,7 +148,7 @@ def fill_whole(
         odds_in_order = None if odds is None else odds.permute(dims)
         fill(whole.permute(dims), generator, odds_in_order)
     if memory.has(local):
-        memory.arranged(local).copy_(whole[own])
+        memory.arranged(local).copy_(whole[box])
 
 
 def _scratch(shape: tuple[int, ...], like: Tensor, contiguous: bool) -> Tensor:
@@ -214,11 +214,11 @@ def fill_cpu(
             if odds is not None and operand is not None:
                 chunk_odds = odds[: stop - start]
                 own_odds = memory.arranged(operand)
-                for part, own in memory.stretches(start, stop, flat=odds, held=own_odds):
-                    part.copy_(own)
+                for part, held in memory.stretches(start, stop, flat=odds, held=own_odds):
+                    part.copy_(held)
             fill(values, generator, chunk_odds)
-            for part, own in memory.stretches(start, stop, flat=scratch, held=target):
-                own.copy_(part)
+            for part, held in memory.stretches(start, stop, flat=scratch, held=target):
+                held.copy_(part)
         start = stop
 
 
@@ -340,8 +340,8 @@ def fill_cuda(
         if own_stretches:
             generator.set_offset(start + k * rounds.step)
             fill(flat, generator)
-            for part, own in own_stretches:
-                own.copy_(part)
+            for part, held in own_stretches:
+                held.copy_(part)
     # In the example, 5200 elements take 6 rounds.
     all_rounds = -(-memory.numel // rounds.size)
     generator.set_offset(start + all_rounds * rounds.step)

@@ -58,7 +58,7 @@ def _before(module: nn.Module, args: tuple[Any, ...]) -> None:
     if active_checker() is None:
         return
     found = [finder(module) for finder in BOUNDARY_FINDERS]
-    boundary = next((each for each in found if each is not None), None)
+    boundary = next((declared for declared in found if declared is not None), None)
     if boundary is None:
         return
     boundary.check_inputs(args)

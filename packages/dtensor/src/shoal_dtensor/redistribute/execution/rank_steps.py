@@ -108,10 +108,10 @@ def blocks_of(step: Step, coordinate: Coordinate) -> Blocks:
     if src is step.src:
         return blocks
     # Dims of symbolic sizes do not move, so along them every block has the length of this box.
-    own = step.src.box(coordinate)
+    own_box = step.src.box(coordinate)
 
     def with_symbols(box: Box) -> Box:
-        spans = zip(box, own, strict=True)
+        spans = zip(box, own_box, strict=True)
         return tuple([whole if has_symbols(whole) else span for span, whole in spans])
 
     sends = [(member, with_symbols(box)) for member, box in blocks.sends]

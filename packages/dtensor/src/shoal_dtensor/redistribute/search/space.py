@@ -431,17 +431,17 @@ class Candidates:
     def _places(self, axis: int) -> tuple[int, ...]:
         """Return the dims that an axis may shard: its present dim, its goal, and a parking dim."""
         axes_of_dims = [start.axes + goal.axes for start, goal in self.ends]
-        own = [d for d, axes in enumerate(axes_of_dims) if axis in axes]
+        at_ends = [d for d, axes in enumerate(axes_of_dims) if axis in axes]
         parking = []
         unsharded = []
         for d, (start, goal) in enumerate(self.ends):
-            if d not in own and self.space.finer[start, axis][0].even:
+            if d not in at_ends and self.space.finer[start, axis][0].even:
                 parking.append(d)
                 if not (start.axes or goal.axes):
                     unsharded.append(d)
         # Example: for S(0) -> S(2) with dim 1 as the parking dim, the dims are (0, 1, 2).
         first = (unsharded or parking)[:1]
-        return tuple(sorted([*own, *first]))
+        return tuple(sorted([*at_ends, *first]))
 
 
 def _in_order(axes: tuple[int, ...], known: tuple[int, ...]) -> tuple[int, ...]:

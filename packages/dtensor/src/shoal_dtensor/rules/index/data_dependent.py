@@ -149,7 +149,7 @@ def _masked_scatter(local_call: LocalCall) -> LocalFunction | None:
     """
     spec = local_call.outputs[0]
     is_written = bool(local_call.call.written)
-    here = slices_of(box_at(spec.local_offset, spec.local_shape))
+    own_box = slices_of(box_at(spec.local_offset, spec.local_shape))
     if not sharding_axes(spec):
         return None
 
@@ -159,8 +159,8 @@ def _masked_scatter(local_call: LocalCall) -> LocalFunction | None:
         # the position in the source of the element for each true element of the mask
         counts = mask.reshape(-1).cumsum(0)
         taken = (counts - 1).view(spec.shape)
-        local_mask = mask[here]
-        local_taken = taken[here]
+        local_mask = mask[own_box]
+        local_taken = taken[own_box]
         result = x if is_written else x.expand(spec.local_shape).clone()
         result[local_mask] = source.reshape(-1)[local_taken[local_mask]]
         return result

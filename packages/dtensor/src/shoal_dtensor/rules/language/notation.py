@@ -301,9 +301,9 @@ def product(
 
 def aligned(meta: TensorMeta, dim: int, ndim: int, unit: int = 1) -> Entry:
     """Return the entry of a tensor that is broadcast to `ndim` dims of which `dim` is sharded."""
-    own = dim - (ndim - meta.ndim)
-    has_dim = own >= 0 and meta.shape[own] != 1
-    return S(own, unit) if has_dim else R
+    own_dim = dim - (ndim - meta.ndim)
+    has_dim = own_dim >= 0 and meta.shape[own_dim] != 1
+    return S(own_dim, unit) if has_dim else R
 
 
 def alike(call: OpCall, *fixed: int) -> Iterator[Row]:

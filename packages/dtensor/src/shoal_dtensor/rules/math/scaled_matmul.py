@@ -101,11 +101,13 @@ def _operands(call: OpCall) -> tuple[_Operand, _Operand]:
     """Return both operands of a call."""
     scales_a, scales_b = [[*flatten(call[name])] for name in ("scale_a", "scale_b")]
     # A scale of shape (1, 1) belongs to a row if the other operand has scales of columns.
-    has_vectors = any(s.ndim == 2 and prod(s.shape) > 1 for s in (*scales_a, *scales_b))
+    has_vectors = any(scale.ndim == 2 and prod(scale.shape) > 1 for scale in (*scales_a, *scales_b))
     rows, _ = call["self"].shape
     _, columns = call["mat2"].shape
-    by_row = has_vectors and [tuple(s.shape) for s in scales_a] == [(rows, 1)]
-    by_column = has_vectors and [tuple(s.shape) for s in scales_b] == [(1, columns)]
+    shapes_a = [tuple(scale.shape) for scale in scales_a]
+    shapes_b = [tuple(scale.shape) for scale in scales_b]
+    by_row = has_vectors and shapes_a == [(rows, 1)]
+    by_column = has_vectors and shapes_b == [(1, columns)]
     first = _Operand(call["self"], scales_a, outer=0, has_outer_scales=by_row)
     return first, _Operand(call["mat2"], scales_b, outer=1, has_outer_scales=by_column)
 
@@ -126,7 +128,9 @@ def _by_rows(call: OpCall, first: _Operand) -> Iterator[Row]:
     unit = first.unit(0)
     if unit is not None:
         rows = S(0, unit)
-        yield call.row(self=rows, scale_a=_given(call, "scale_a", first.entries(0, unit)), out=rows)
+        yield call.row(
+            self=rows, scale_a=_entries_for(call, "scale_a", first.entries(0, unit)), out=rows
+        )
 
 
 def _by_columns(call: OpCall, second: _Operand) -> Iterator[Row]:
@@ -136,7 +140,7 @@ def _by_columns(call: OpCall, second: _Operand) -> Iterator[Row]:
         return
     unit = lcm(unit_of_scales, _MULTIPLE)
     columns = S(1, unit)
-    scales = _given(call, "scale_b", second.entries(1, unit))
+    scales = _entries_for(call, "scale_b", second.entries(1, unit))
     yield call.row(mat2=columns, scale_b=scales, bias=S(0, unit), out=columns)
 
 
@@ -148,15 +152,15 @@ def _by_contracted_dim(call: OpCall, first: _Operand, second: _Operand) -> Itera
         return
     unit = lcm(first_unit, second_unit, _MULTIPLE)
     scales = {
-        "scale_a": _given(call, "scale_a", first.entries(1, unit)),
-        "scale_b": _given(call, "scale_b", second.entries(0, unit)),
+        "scale_a": _entries_for(call, "scale_a", first.entries(1, unit)),
+        "scale_b": _entries_for(call, "scale_b", second.entries(0, unit)),
     }
     # The bias is a partial sum too, so that it is counted once.
     bias = P("sum")
     yield call.row(scales, self=S(1, unit), mat2=S(0, unit), bias=bias, out=P("sum"))
 
 
-def _given(call: OpCall, name: str, entries: list[Entry]) -> Entry | list[Entry]:
+def _entries_for(call: OpCall, name: str, entries: list[Entry]) -> Entry | list[Entry]:
     """Return the entries of an argument: one for a tensor, a list for a list of tensors."""
     return entries[0] if isinstance(call[name], TensorMeta) else entries
 

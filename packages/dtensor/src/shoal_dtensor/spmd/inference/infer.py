@@ -212,8 +212,8 @@ def _results_by_rule(
     outcomes: dict[tuple[Spec, ...], int] = {}
     refusals: list[_Refusal] = []
     for args, multiplied in _global_arguments(call, axes):
-        given = mapped((args, named), Operand, operands.__getitem__)
-        outcome = _by_row(call, rule, *given)
+        global_call = mapped((args, named), Operand, operands.__getitem__)
+        outcome = _by_row(call, rule, *global_call)
         if isinstance(outcome, _Refusal):
             refusals.append(outcome)
         else:
@@ -368,9 +368,9 @@ def _by_row(
         metas = outputs.metas
     except (ShoalTensorError, RuntimeError, IndexError) as error:
         return _Refusal(f"the global tensors do not fit the operator ({error})", None)
-    given, named = mapped((tuple(args), {**kwargs}), Spec, lambda spec: spec.tensor_meta)
+    positional, named = mapped((tuple(args), {**kwargs}), Spec, lambda spec: spec.tensor_meta)
     metas_in = tuple([spec.tensor_meta for spec in inputs])
-    call = OpCall(local.op, given, named, metas_in, outputs=metas)
+    call = OpCall(local.op, positional, named, metas_in, outputs=metas)
     if call.has_data_dependent_shape or rule.kind == "dynamic":
         return _Refusal("the shape of its result depends on values", None)
     sharding = _unmoved(rule, call, inputs)

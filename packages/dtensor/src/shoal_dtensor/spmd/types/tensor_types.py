@@ -78,12 +78,13 @@ class TensorType:
 
     def __repr__(self) -> str:
         parts = [f"{axis!r}: {axis_type!r}" for axis, axis_type in self.by_axis.items()]
-        orders = [
-            f"dim {dim} by {', '.join(map(repr, axes))}"
-            for dim, axes in self.dims.items()
-            if len(axes) > 1
-        ]
-        return "{" + ", ".join(parts) + "}" + (f" ({'; '.join(orders)})" if orders else "")
+        text = "{" + ", ".join(parts) + "}"
+        orders = []
+        for dim, axes in self.dims.items():
+            if len(axes) > 1:
+                names = ", ".join(map(repr, axes))
+                orders.append(f"dim {dim} by {names}")
+        return f"{text} ({'; '.join(orders)})" if orders else text
 
 
 class _Note(TensorNote):
