@@ -93,8 +93,9 @@ class InvariantArithmetic(BlockArithmetic):
         form = _FORMS.get(lowering)
         if form is not None:
             return form
-        distributed_parameters = sharding.distributes and [*module.parameters()]
-        if lowering in _UNCHANGED and not distributed_parameters:
+        has_parameters = next(module.parameters(), None) is not None
+        shards_parameters = sharding.distributes and has_parameters
+        if lowering in _UNCHANGED and not shards_parameters:
             return lowering
         raise _without_form(f"{sharding.style} of {type(module).__name__}")
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import TransferError
 from ..manifest.describe import FILE_DTYPES, read_header
 
-_NAMES = {getattr(torch, dtype): name for name, dtype in FILE_DTYPES.items()}
+_NAME_OF_DTYPE = {getattr(torch, dtype): name for name, dtype in FILE_DTYPES.items()}
 _ELEMENTS = "elements"
 # seconds between two looks for a file: the pause is doubled up to the longest
 _FIRST_PAUSE = 0.0001
@@ -61,14 +61,15 @@ class FolderWire:
         self.timeout = timeout
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._count = 0
+        # number of exchanges and gathers so far, equal on all members; part of the names of files
+        self._round = 0
         old = sorted(self._folder.glob(f"*-{member}-*"))
         if old:
             raise TransferError(f"{old[0]} was written by an earlier run; use a new folder")
 
     def exchange(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> None:
         """Exchange by one file per pair of members."""
-        self._count += 1
+        self._round += 1
         for other, flat in enumerate(sends):
             if other != self.member and flat.numel():
                 self._write(self._path(self.member, other), _as_file(flat))
@@ -79,7 +80,7 @@ class FolderWire:
 
     def gather(self, value: Any) -> list[Any]:
         """Gather pickled values."""
-        self._count += 1
+        self._round += 1
         others = [other for other in range(self.size) if other != self.member]
         for other in others:
             self._write(self._path(self.member, other), [pickle.dumps(value)])
@@ -92,7 +93,7 @@ class FolderWire:
         return values
 
     def _path(self, sender: int, receiver: int) -> Path:
-        return self._folder / f"{self._count:08d}-{sender}-{receiver}"
+        return self._folder / f"{self._round:08d}-{sender}-{receiver}"
 
     def _write(self, path: Path, parts: Sequence[bytes | memoryview]) -> None:
         unfinished = path.with_suffix(".unfinished")
@@ -125,11 +126,11 @@ class FolderWire:
 
 def _as_file(flat: Tensor) -> list[bytes | memoryview]:
     """Return the header and the data of a safetensors file with one tensor."""
-    if flat.dtype not in _NAMES:
+    if flat.dtype not in _NAME_OF_DTYPE:
         raise TransferError(f"safetensors files cannot store {flat.dtype}")
     data: Any = flat.detach().cpu().contiguous().view(torch.uint8).numpy()
     value = {
-        "dtype": _NAMES[flat.dtype],
+        "dtype": _NAME_OF_DTYPE[flat.dtype],
         "shape": [flat.numel()],
         "data_offsets": [0, flat.nbytes],
     }
