@@ -129,6 +129,29 @@ def test_collectives_of_shoal_mesh_have_types() -> None:
     assert simulate_ranks(MESH, program)[0] == [R, I, R, S(1), S(1)]
 
 
+@pytest.mark.parametrize(
+    ("rule", "src", "dst"),
+    [
+        (rules.all_reduce, P, R),
+        (rules.all_gather, S(0), R),
+        (rules.reduce_scatter, P, S(0)),
+        (rules.all_to_all, S(0), S(1)),
+        (rules.convert, R, S(0)),
+        (rules.reinterpret, R, I),
+    ],
+)
+def test_rules_of_moves_give_a_tensor_the_type(rule: Any, src: Any, dst: Any) -> None:
+    # out= was passed to no rule
+    with spmd.set_current_mesh(MESH), spmd.typecheck(local=False):
+        out = torch.empty(4, 4, device="meta")
+        assert rule(typed(src, 4, 4), "tp", src=src, dst=dst, out=out) is out
+        assert kind_of(out) == dst
+        product = torch.empty(4, 4, device="meta")
+        rows = typed(S(0), 4, 4)
+        assert rules.einsum("mk,nk->mn", rows, typed(R, 4, 4), out=product) is product
+        assert kind_of(product) == S(0)
+
+
 def test_rules_of_einsum() -> None:
     with spmd.set_current_mesh(MESH), spmd.typecheck(local=False):
         rows = typed(S(0), 4, 3)
