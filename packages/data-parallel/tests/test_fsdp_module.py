@@ -871,6 +871,19 @@ def test_data_axes_that_are_not_there() -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_are_dropped_or_become_zeros(set_to_none: bool) -> None:
+    # False was passed by no test
+    model = fully_shard(nn.Linear(4, 4), mesh_of(2, 1)["data"])
+    model(torch.ones(3, 4)).sum().backward()
+    assert model.bias.grad is not None
+    model.zero_grad(set_to_none)
+    assert (model.bias.grad is None) == set_to_none
+    if not set_to_none:
+        assert not full(model.bias.grad).any()
+
+
+@on_ranks(2)
 def test_dtypes_of_single_parameters() -> None:
     mesh = mesh_of(2, 1)
     plain, model = (one.float() for one in twins(lambda: Model(6, 1)))
