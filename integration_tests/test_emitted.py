@@ -31,7 +31,18 @@ def test_a_program_has_the_bits_of_dispatch() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["qwen3", "mistral", "gemma2", "gpt_neox", "phi", "olmo", "granite", "starcoder2", "cohere"],
+    [
+        "qwen3",
+        "mistral",
+        "gemma2",
+        "gpt_neox",
+        "phi",
+        "olmo",
+        "granite",
+        "starcoder2",
+        "cohere",
+        "minicpm3",
+    ],
 )
 @on_ranks(2, timeout=300)
 def test_programs_have_the_bits_of_dispatch(name: str) -> None:

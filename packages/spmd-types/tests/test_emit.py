@@ -268,9 +268,113 @@ class Reads(nn.Module):
         return x * float(x.sum())
 
 
-class Writes(nn.Module):
+class Assembled(nn.Module):
+    """Keys of heads, of parts that are written to their places as in latent attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.Linear(8, 24, bias=False)
+        self.shared = nn.Linear(8, 2)
+        self.out = nn.Linear(24, 8, bias=False)
+
     def forward(self, x: Tensor) -> Tensor:
-        return (x + 1).mul_(2)
+        own = self.heads(x).view(2, 6, 4, 6).transpose(1, 2)
+        shared = self.shared(x).view(2, 1, 6, 2)
+        keys = own.new_empty(2, 4, 6, 8)
+        keys[..., :6] = own
+        keys[..., 6:] = shared
+        keys[:, :, 0].mul_(2)
+        keys.tanh_()
+        rest = keys[..., 2:]
+        out: Tensor = self.out(rest.transpose(1, 2).reshape(2, 6, 24))
+        return out
+
+
+ASSEMBLED_PLAN: dict[str, Any] = {
+    "heads.weight": {"tp": S(0)},
+    "out.weight": {"tp": S(1)},
+    "out": {"tp": I},
+}
+
+
+def test_writes_in_place_are_operators_that_return_new_tensors() -> None:
+    program = emit(Assembled(), ASSEMBLED_PLAN, MESH, torch.zeros(2, 6, 8))
+    assert "copy_" not in program.source
+    assert "slice_scatter(" in program.source
+    assert "select_scatter(" in program.source
+    # a write whose values no result reads is left out
+    assert "zero" not in emit(Overwritten(), {}, MESH, torch.zeros(2, 8)).source
+
+
+@on_ranks(2)
+def test_programs_without_writes_have_the_bits_of_programs_that_write() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 6, 8, requires_grad=True)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    check_bits(*beside_dispatch(Assembled(), ASSEMBLED_PLAN, mesh, x))
+    check_bits(*beside_dispatch(Masks(), {}, mesh, x.detach().requires_grad_()))
+
+
+class Overwritten(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 3
+        unread = torch.ones_like(x)
+        unread.zero_()
+        return x
+
+
+class Masks(nn.Module):
+    """A mask that is written by indices, and numbers of another dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        best = x.topk(2, -1).indices
+        mask = torch.zeros_like(x).scatter_(-1, best, 1)
+        counted = torch.zeros(2, 6, 8, dtype=torch.int64)
+        counted[:, 1:3].fill_(2)
+        counted[1] = best[1, :, :1]
+        out = x * mask
+        out += counted
+        return out
+
+
+class WritesInput(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x[:1].mul_(2)
+        return x
+
+
+class WritesBuffer(nn.Module):
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(1)
+        return x + self.count
+
+
+class WritesTransposed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + 1
+        x.transpose(0, 1).mul_(2)
+        return x
+
+
+class AssignsNumber(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + 1
+        x[0] = 2.5
+        return x
+
+
+class ReadsViewOfWritten(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + 1
+        view = x[:1]
+        x.mul_(2)
+        return view * 1
 
 
 class Remembers(nn.Module):
@@ -296,7 +400,11 @@ def test_what_no_program_is_written_for() -> None:
     x = torch.zeros(2, 8)
     refused: list[tuple[str, nn.Module, dict[str, Any]]] = [
         ("dropout to 0", nn.Dropout(), {}),
-        ("in place", Writes(), {}),
+        ("writes in place to the input x", WritesInput(), {}),
+        ("writes in place to the weight or buffer count", WritesBuffer(), {}),
+        ("a view made by aten.transpose", WritesTransposed(), {}),
+        (r"write x\[...\].fill_\(number\)", AssignsNumber(), {}),
+        ("take the view after the write", ReadsViewOfWritten(), {}),
         ("register it as a buffer", Remembers(), {}),
         ("returns a set", ReturnsAnObject(), {}),
         ("does not divide", nn.Linear(8, 3), {"weight": {"tp": S(0)}}),

@@ -97,8 +97,8 @@ def emit(
         The program, for arguments of these shapes and dtypes.
 
     Raises:
-        EmissionError: if the forward reads values of tensors, draws random numbers or writes to
-            tensors in place; if a tensor does not have shards of equal sizes; or if there is no
+        EmissionError: if the forward reads values of tensors, draws random numbers, or writes in
+            place to its inputs or buffers; if a tensor does not have shards of equal sizes; or if there is no
             typed collective for a move.
         ArgumentValueError: if a name of the plan matches nothing.
 

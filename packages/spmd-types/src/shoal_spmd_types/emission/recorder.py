@@ -4,7 +4,7 @@ A dispatch mode sees every operator of the forward. Operators on DTensors are di
 observer, so that the mode records the local operators that they call and the redistributions before
 them. Tensors have no memory.
 
-May import: trace.
+May import: trace, writes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ from shoal_dtensor.internal import (
     dispatch_observed,
     plan_between,
     pytree,
+    shares_memory,
     signature_of,
 )
 
 from .trace import Movement, Trace, TracedOperation, TracedValue, values_in
+from .writes import View, written_form
 
 _UNRECORDED = frozenset({"prim::device"})
 # the layout of the output of a module, by the path of the module
@@ -80,6 +82,10 @@ class ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of
         self._values: dict[int, TracedValue] = {}
         # keeps the tensors alive, so that their ids stay unique
         self._kept: list[Tensor] = []
+        # id of a view -> the view
+        self._views: dict[int, View] = {}
+        # ids of views whose memory was written through another tensor
+        self._outdated: set[int] = set()
         # the paths of the modules whose forward runs, innermost last
         self._path: list[str] = []
         # the number of the present operator of the forward, and this operator
@@ -171,6 +177,12 @@ class ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of
         name = signature_of(func).name
         if name in _UNRECORDED:
             return func(*args, **kwargs)
+        if name == "aten::lift_fresh" and id(args[0]) not in self._values:
+            raise EmissionError(
+                f"emit: {self.path or 'the root module'} makes a tensor of numbers, by torch.tensor "
+                "or by an assignment x[...] = number, and the program has no name for it; register "
+                "it as a buffer, or write x[...].fill_(number)"
+            )
         if signature_of(func).is_mutable and not signature_of(self._operator).is_mutable:
             raise EmissionError(
                 f"emit: {self._operator} in {self.path or 'the root module'} runs on shards as "
@@ -178,12 +190,17 @@ class ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of
                 "operands in the plan"
             )
         if signature_of(func).is_mutable:
-            raise EmissionError(
-                f"emit: {func} in {self.path or 'the root module'} writes to a tensor in place; "
-                "use the form of the operator that returns a new tensor"
-            )
+            return self._write(func, args, kwargs, is_inside)
+        return self._run(func, args, kwargs, is_inside)
+
+    def _run(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_inside: bool
+    ) -> Any:
+        """Run an operator that writes to no argument, and record it."""
+        name = signature_of(func).name
         operands = self._with_values((args, {**kwargs}))
         result = func(*args, **kwargs)
+        self._note_views(func, args, kwargs, result)
         # such operators do not change the value, so they are not recorded
         has_no_effect = name == "aten::alias" or (
             name == "aten::detach" and not self.value_of(args[0]).takes_gradient
@@ -194,6 +211,111 @@ class ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of
             return result
         self._add_operation(func, operands, result, is_inside)
         return result
+
+    def _note_views(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+    ) -> None:
+        """Note the results that are views of the first argument."""
+        source = args[0] if args else None
+        if not isinstance(source, Tensor):
+            return
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor) and shares_memory(leaf, source):
+                self._views[id(leaf)] = View(func, source, args[1:], kwargs)
+
+    def _write(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_inside: bool
+    ) -> Tensor:
+        """Record a write in place as operators that return new tensors, and return the target."""
+        target: Tensor = args[0]
+        views = [*self._views_from(target)]
+        parts = [(tensor, view) for tensor, view in views if not self._is_alias(tensor, view)]
+        base = views[-1][1].source if views else target
+        self._check_write(func, base, [view for _, view in parts])
+        before = self.value_of(base)
+        values = [self.value_of(tensor) for tensor, _ in parts]
+        written = self._written(func, args, kwargs, is_inside)
+        for _, view in parts:
+            arguments = (view.source, written, *view.rest)
+            written = self._run(view.scatter, arguments, view.kwargs, is_inside)
+        aliases = [tensor for tensor, view in views if self._is_alias(tensor, view)]
+        self._outdate(base)
+        self._rebind(base, written, before)
+        for tensor, view in reversed(views):
+            if any(tensor is alias for alias in aliases):
+                self._values[id(tensor)] = self.value_of(view.source)
+                self._outdated.discard(id(tensor))
+                continue
+            renewed = self._run(view.operator, (view.source, *view.rest), view.kwargs, is_inside)
+            self._rebind(tensor, renewed, values.pop())
+        return target
+
+    def _views_from(self, tensor: Tensor) -> Iterator[tuple[Tensor, View]]:
+        """Yield a view, the view that it was taken from, and so on."""
+        while id(tensor) in self._views:
+            view = self._views[id(tensor)]
+            yield tensor, view
+            tensor = view.source
+
+    def _is_alias(self, tensor: Tensor, view: View) -> bool:
+        """Tell whether a view is its whole source, so that both are one value."""
+        return self._values[id(tensor)] is self._values[id(view.source)]
+
+    def _check_write(self, func: Any, base: Tensor, views: Sequence[View]) -> None:
+        """Refuse a write that is seen outside of the forward, or that has no form without a write."""
+        where = f"emit: {func} in {self.path or 'the root module'} writes in place to"
+        value = self.value_of(base)
+        if value.parameter or value.is_input:
+            kind = "the weight or buffer" if value.parameter else "the input"
+            raise EmissionError(
+                f"{where} {kind} {value.parameter or value.hint}, which the program does not own; "
+                "write to a clone of it"
+            )
+        without = [view.operator for view in views if view.scatter is None]
+        if without:
+            raise EmissionError(
+                f"{where} a view made by {without[0]}; write to slices or entries of a tensor only"
+            )
+        if written_form(func) is None:
+            raise EmissionError(f"{where} a tensor, and no operator returns the result instead")
+
+    def _written(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_inside: bool
+    ) -> Tensor:
+        """Record the operator that returns the tensor that `func` would write."""
+        target: Tensor = args[0]
+        written: Tensor
+        if func is torch.ops.aten.copy_.default:
+            written = args[1]
+        else:
+            written = self._run(written_form(func), args, kwargs, is_inside)
+        if written.shape != target.shape:
+            size = [*target.shape]
+            written = self._run(torch.ops.aten.expand.default, (written, size), {}, is_inside)
+        if written.dtype != target.dtype:
+            dtype = {"dtype": target.dtype}
+            written = self._run(torch.ops.aten._to_copy.default, (written,), dtype, is_inside)
+        return written
+
+    def _outdate(self, base: Tensor) -> None:
+        """Note that all views of a tensor have older values than its memory."""
+        for key, view in self._views.items():
+            sources = [view.source, *[other.source for _, other in self._views_from(view.source)]]
+            if sources[-1] is base:
+                self._outdated.add(key)
+
+    def _rebind(self, tensor: Tensor, renewed: Tensor, before: TracedValue) -> None:
+        """Give a written tensor the value of another one, in the layout that it has."""
+        value = self.value_of(renewed)
+        value.spec = before.spec
+        value.is_inside = before.is_inside
+        if torch.is_grad_enabled() and (tensor.is_floating_point() or tensor.is_complex()):
+            operation = self.trace.entries[-1]
+            assert isinstance(operation, TracedOperation), "a write ends with an operator"
+            takes_gradient = any(operand.takes_gradient for operand in operation.operands)
+            value.takes_gradient = value.takes_gradient or takes_gradient
+        self._values[id(tensor)] = value
+        self._outdated.discard(id(tensor))
 
     def _add_operation(self, func: Any, operands: Any, result: Any, is_inside: bool) -> None:
         """Add an operation to the trace, and values for its results."""
@@ -224,6 +346,11 @@ class ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of
 
     def value_of(self, local: Tensor) -> TracedValue:
         """Return the value of a recorded tensor."""
+        if id(local) in self._outdated:
+            raise EmissionError(
+                f"emit: {self.path or 'the root module'} reads a view of a tensor that was written "
+                "in place after the view was taken; take the view after the write"
+            )
         found = self._values.get(id(local))
         if found is None:
             raise EmissionError(
@@ -343,7 +470,8 @@ def record(
         layouts: the layouts of outputs of modules, by path.
 
     Raises:
-        EmissionError: if the forward reads values, draws random numbers or writes in place.
+        EmissionError: if the forward reads values, draws random numbers, or writes in place to its
+            inputs or buffers.
     """
     recorder = ForwardRecorder()
     trace = recorder.trace
