@@ -391,6 +391,25 @@ class ReturnsAnObject(nn.Module):
         return {x}
 
 
+class TakesConstants(nn.Module):
+    def forward(self, constants: Tensor, _constants: float = 2.0) -> Tensor:
+        return constants * _constants + torch.ones(2, 8).tril()
+
+
+class TakesTensor(nn.Module):
+    def forward(self, tensor: Tensor, x: Tensor) -> Tensor:
+        return tensor - x
+
+
+def test_arguments_do_not_take_names_of_the_file() -> None:
+    x = torch.ones(2, 8)
+    program = emit(TakesConstants(), {}, MESH, x, _constants=3.0)
+    with set_current_mesh(MESH):
+        assert torch.equal(program.load()({}, x, _constants=3.0), TakesConstants()(x, 3.0))
+    with pytest.raises(EmissionError, match="uses the name 'tensor'"):
+        emit(TakesTensor(), {}, MESH, x, x)
+
+
 class TakesAll(nn.Module):
     def forward(self, *xs: Tensor) -> Tensor:
         return xs[0]

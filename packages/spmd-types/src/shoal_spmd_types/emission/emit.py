@@ -1,6 +1,6 @@
 """`emit`: the forward of a module as a Python file of local operators and typed collectives.
 
-May import: checked_program, constants, recorder, sides, source, statements.
+May import: checked_program, constants, names, recorder, sides, source, statements.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from shoal_mesh import DeviceMesh, abstract_mesh
 
 from .checked_program import CheckedProgram
 from .constants import constant_operations, merge_equal_constants
+from .names import check_names_of_inputs
 from .recorder import EmissionError, Layouts, record
 from .sides import ProgramSides
 from .source import source_of
@@ -147,6 +148,7 @@ def _emit_on_rank(
     input_types: Mapping[str, Layout],
 ) -> EmittedProgram:
     """Return the program that the rank of an abstract mesh runs."""
+    check_names_of_inputs(inputs)
     specs = _specs(module, plan, mesh, inputs, input_types=input_types)
     trace = record(module, inputs, specs, _layouts_of_outputs(module, plan, mesh))
     entries = trace.without_dead_entries()

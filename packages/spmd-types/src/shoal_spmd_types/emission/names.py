@@ -3,17 +3,18 @@
 A name becomes free when no later statement reads the value that has it. Another value may then get
 the same name.
 
-May import: statements, trace.
+May import: recorder, statements, trace.
 """
 
 from __future__ import annotations
 
 import builtins
 import keyword
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from shoal_dtensor.internal import signature_of
 
+from .recorder import EmissionError
 from .statements import Statement
 from .trace import Trace, TracedValue, values_in
 
@@ -45,6 +46,30 @@ _RESERVED = frozenset(
     {"weights", "torch", "F", "I", "P", "R", "S", "assert_type", "pending", "forward", "t"}
     | {"all_gather", "all_reduce", "all_to_all", "convert", "reduce_scatter", "constants"}
 )
+# names that `forward` assigns while it checks its arguments
+_OF_CHECKS = frozenset(
+    {"axis", "size", "given", "name", "shape", "dtype", "types", "grad", "tensor"}
+    | {"Mapping", "Tensor", "MESH", "WEIGHTS", "INPUTS", "computed_once", "normalize_axis"}
+)
+
+
+def check_names_of_inputs(names: Iterable[str]) -> None:
+    """Refuse inputs whose names have another meaning in the emitted file.
+
+    Args:
+        names: the names of the arguments of the forward.
+
+    Raises:
+        EmissionError: for such a name.
+    """
+    # The function `constants` is named apart from an input, and `t` is only a method.
+    refused = (_RESERVED | _OF_CHECKS) - {"constants", "t"}
+    for name in names:
+        if name in refused:
+            raise EmissionError(
+                f"emit: the emitted file uses the name {name!r}, so the forward cannot have an "
+                "argument of this name; rename the argument"
+            )
 
 
 class NameTable:
@@ -73,6 +98,11 @@ class NameTable:
             self._taken[name] = len(statements)
         for name, value in trace.parameters.items():
             self._names[id(value)] = f'weights["{name}"]'
+        # the name of the function that computes the constants
+        self.constants = "constants"
+        while self.constants in trace.arguments:
+            self.constants = f"_{self.constants}"
+        self._taken[self.constants] = len(statements)
 
     def of(self, value: TracedValue) -> str:
         """Return the name of a value that has been assigned."""

@@ -483,6 +483,7 @@ def record(
             trace.parameters[name] = recorder.value_of(placed._local_tensor)
             trace.parameters[name].parameter = name
         arguments = {**inputs}
+        trace.arguments = tuple(inputs)
         for name, value in inputs.items():
             if isinstance(value, Tensor):
                 arguments[name] = recorder.placed(name, value, specs[name])

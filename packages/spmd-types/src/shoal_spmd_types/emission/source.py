@@ -159,7 +159,7 @@ def _constants(module: nn.Module, program: CheckedProgram) -> list[str]:
     annotation = "Tensor" if len(program.constants) == 1 else "tuple[Tensor, ...]"
     return [
         "@computed_once",
-        f"def constants() -> {annotation}:",
+        f"def {program.names.constants}() -> {annotation}:",
         '    """Compute what depends on sizes and numbers alone."""',
         *_body(module, program, constants=True),
         f"    return {', '.join(program.constants)}",
@@ -171,7 +171,7 @@ def _constants(module: nn.Module, program: CheckedProgram) -> list[str]:
 def _call_of_constants(program: CheckedProgram) -> list[str]:
     if not program.constants:
         return []
-    return ["", f"    {', '.join(program.constants)} = constants()"]
+    return ["", f"    {', '.join(program.constants)} = {program.names.constants}()"]
 
 
 def _body(module: nn.Module, program: CheckedProgram, *, constants: bool) -> list[str]:

@@ -115,12 +115,14 @@ class Trace:
         entries: the operations and movements, in order.
         parameters: the values of parameters and buffers, by logical name.
         inputs: the values of the inputs, by the name of the argument.
+        arguments: the names of all arguments, also of those that are not tensors.
         results: the structure that the forward returns, with values in it.
     """
 
     entries: list[Entry] = field(default_factory=list)
     parameters: dict[str, TracedValue] = field(default_factory=dict)
     inputs: dict[str, TracedValue] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
     results: Any = None
 
     def without_dead_entries(self) -> list[Entry]:
