@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 -m integration_tests.titan_rank_0_3 RUN.json
 
 `RUN.json` has the fields of `titan_rank.Run`; names in its `config` are those of `Trainer.Config`.
-Of its model's `sizes` it reads `n_layers`. torchtitan's language models attend with flex attention,
+The only entry of its `sizes` is `n_layers`. torchtitan's language models attend with flex attention,
 whose kernels are for GPUs; here they attend with its `ScaledDotProductAttention`, which is causal.
 Losses and rotary embeddings, which torchtitan computes in float32, stay in float64.
 """
