@@ -448,7 +448,8 @@ def intercept_autograd_functions(handler: _Handler) -> Iterator[None]:
     """
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        run = partial(_APPLY.__func__, cls, **kwargs)
+        # torch 2.15 defines the class method in C
+        run = partial(_APPLY.__get__(None, cls), **kwargs)
         return handler(cls, run, args) if INTERCEPTED else run(*args)
 
     if not INTERCEPTED:
