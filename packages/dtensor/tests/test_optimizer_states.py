@@ -51,10 +51,44 @@ class Tamed(torch.optim.AdamW):
     """A subclass that steps as torch's does."""
 
 
+def inside(name: str) -> Any:
+    """Return a property of the optimizer inside of a wrapper."""
+    return property(
+        lambda self: getattr(self.optimizer, name),
+        lambda self, value: setattr(self.optimizer, name, value),
+    )
+
+
+class Wrapped(Optimizer):
+    """A wrapper with the groups and the state of the optimizer inside of it, like accelerate's."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.optimizer = inner
+
+    state = inside("state")
+    param_groups = inside("param_groups")
+    defaults = inside("defaults")
+    _optimizer_step_post_hooks = inside("_optimizer_step_post_hooks")
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True),
     "AdamW, foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
     "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "wrapped AdamW": lambda p: Wrapped(torch.optim.AdamW(p, lr=0.1)),
+    "wrapped SGD": lambda p: Wrapped(torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5)),
     "subclass": lambda p: Tamed(p, lr=0.1),
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
     "SGD, momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),

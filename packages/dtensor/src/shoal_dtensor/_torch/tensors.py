@@ -189,6 +189,24 @@ def steps_as(optimizer: Optimizer, module: str) -> bool:
     return type(optimizer).step.__module__.startswith(module)
 
 
+def wrapped_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer inside of wrappers, such as accelerate's, or the optimizer itself.
+
+    A wrapper has the groups and the state of the optimizer inside of it as properties.
+    """
+    while _delegates(optimizer):
+        inner = getattr(optimizer, "optimizer", None)
+        if not isinstance(inner, Optimizer):
+            break
+        optimizer = inner
+    return optimizer
+
+
+def _delegates(optimizer: Optimizer) -> bool:
+    """Tell whether the groups of an optimizer are those of another object."""
+    return isinstance(getattr(type(optimizer), "param_groups", None), property)
+
+
 @torch.no_grad()
 def make_state(optimizer: Optimizer, groups: list[dict[str, Any]]) -> dict[Any, dict[str, Any]]:
     """Return the state of some groups' parameters at the beginning of their first step.
@@ -196,8 +214,11 @@ def make_state(optimizer: Optimizer, groups: list[dict[str, Any]]) -> dict[Any, 
     The optimizer stays unchanged. Torch's optimizers have a function that makes the state. Other
     optimizers make it during a step, so their state is taken from a step on copies of the
     parameters, with zero gradients and a learning rate of zero. For these optimizers, the result is
-    empty if other parameters already have state, or if a step needs a closure.
+    empty if other parameters already have state, if a step needs a closure, or if the groups of the
+    optimizer are those of another object.
     """
+    if _delegates(optimizer):
+        return {}
     kind: Any = type(optimizer)
     has_init = steps_as(optimizer, "torch.optim") and hasattr(kind, "_init_group")
     closure = signature(kind.step).parameters.get("closure")

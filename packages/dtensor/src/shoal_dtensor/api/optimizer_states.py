@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from .._torch.tensors import make_state, steps_as
+from .._torch.tensors import make_state, steps_as, wrapped_optimizer
 from ..errors import StateDictError
 
 State = dict[Any, dict[str, Any]]
@@ -63,6 +63,7 @@ def with_first_states(optimizers: Iterable[Optimizer]) -> Iterator[None]:
 
 def first_states(optimizer: Optimizer, wanted: Callable[[Tensor], bool]) -> State:
     """Return the state at the start of the first step, for wanted parameters without state."""
+    optimizer = wrapped_optimizer(optimizer)
     is_sgd = steps_as(optimizer, SGD.__module__)
     groups = []
     states: State = {}
@@ -204,7 +205,7 @@ def drop_unmade_buffers(optimizer: Optimizer) -> None:
 
     With dampening, a first step without a buffer differs from one with a buffer of zeros.
     """
-    if not steps_as(optimizer, SGD.__module__):
+    if not steps_as(wrapped_optimizer(optimizer), SGD.__module__):
         return
     for group in optimizer.param_groups:
         if not group["dampening"]:
