@@ -108,3 +108,17 @@ def test_memory_is_pinned_if_the_policy_wants_it(
     monkeypatch.setattr(Tensor, "pin_memory", note)
     shard_on_fake_device(CPUOffloadPolicy(pin_memory=pins), function)
     assert len(pinned) == int(pins)
+
+
+@on_ranks(2)
+def test_offloaded_parameters_may_begin_without_values() -> None:
+    """`to_empty` gives them values on the host, and gathers take them from there."""
+    with torch.device("meta"):
+        layer = nn.Linear(4, 4)
+    model: Any = fully_shard(layer, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    assert layer.weight.is_meta
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            local_shard(parameter).fill_(1)
+    assert model(torch.ones(1, 4)).tolist() == [[5.0] * 4]

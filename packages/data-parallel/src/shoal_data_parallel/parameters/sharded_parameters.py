@@ -307,7 +307,8 @@ def shard_parameter(
     def rows(tensor: Tensor) -> DTensor:
         shard = _narrowed(local_of(tensor).detach(), gathered, resting)
         shard = shard.contiguous() if view else shard.clone(memory_format=torch.contiguous_format)
-        if isinstance(offload, CPUOffloadPolicy):
+        # a shard without values is on its device when `to_empty` gives it values
+        if isinstance(offload, CPUOffloadPolicy) and not shard.is_meta:
             pinned = offload.pin_memory and axes.mesh.device_type != "cpu"
             shard = shard.cpu().pin_memory() if pinned else shard.cpu()
         return DTensor(shard, resting)
