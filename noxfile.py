@@ -324,6 +324,7 @@ def hugging_face(session: nox.Session) -> None:
     files = [
         f"packages/models/tests/test_{name}.py"
         for name in (
+            "accelerate_sharding",
             "adapters",
             "lightning",
             "methods",

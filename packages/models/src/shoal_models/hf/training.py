@@ -33,6 +33,7 @@ from shoal_transfer.internal import own_rank
 
 from ..weights.loading import load_sharded
 from ..weights.saving import on_first, save_sharded
+from .accelerate_sharding import shard_with_shoal
 from .adapters import load_adapters, save_adapters
 from .checkpoint_files import find_files, source_of
 from .data_rows import DataRows
@@ -66,21 +67,31 @@ def prepare_accelerator(accelerator: Any, data: DeviceMesh | None = None) -> Any
 
     `clip_grad_norm_` clips by the norm over all shards.
 
+    An accelerator with FSDP2 (`FullyShardedDataParallelPlugin(fsdp_version=2)`, with or without a
+    `ParallelismConfig` of data axes) is not made inside `single_process()`: it distributes data
+    itself, and its `prepare` shards models by shoal's `fully_shard`. It saves and loads states as
+    before, and reads those of torch.
+
     Args:
-        accelerator: an `Accelerator` made inside `single_process()`; it is changed in place.
+        accelerator: an `Accelerator` made inside `single_process()`, or one with FSDP2 that has
+            prepared nothing; it is changed in place.
         data: the data axes over which the model is sharded or replicated. Loaders that are prepared
             afterwards read the rows of this rank, and `gather` and `gather_for_metrics` return the
             rows of all ranks. The batch size is that of one rank. Without `data` all ranks read
             the same rows.
 
     Raises:
-        PlanError: if the accelerator is itself distributed.
+        PlanError: if the accelerator is itself distributed without FSDP2, or has FSDP2 and other
+            axes than data axes, or has prepared a model.
 
     Example:
         >>> with single_process():  # doctest: +SKIP
         ...     accelerator = prepare_accelerator(Accelerator())
+        >>> accelerator = prepare_accelerator(Accelerator(fsdp_plugin=plugin))  # doctest: +SKIP
     """
-    if accelerator.num_processes != 1:
+    if accelerator.is_fsdp2 and data is None:
+        shard_with_shoal(accelerator)
+    elif accelerator.num_processes != 1:
         raise PlanError(
             f"prepare_accelerator: accelerate has {accelerator.num_processes} processes and would "
             "give each rank different batches; create it inside `with hf.single_process():`, and "

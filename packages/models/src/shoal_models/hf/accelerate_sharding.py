@@ -1,0 +1,114 @@
+"""accelerate's own FSDP2, with shoal's sharding in place of torch's.
+
+accelerate imports torch's names inside of its functions, when `Accelerator.prepare` shards a model
+and when a `ParallelismConfig` makes a mesh. While one of these runs, `torch_names_replaced` gives
+those names shoal's functions and classes; before and afterwards they are torch's. What accelerate
+has made earlier, with torch's classes, is made again: the mesh and the policies of the plugin.
+
+May import: nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields
+from importlib import import_module
+from typing import Any
+
+import shoal_data_parallel
+import shoal_dtensor
+import shoal_mesh
+from shoal_data_parallel import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from shoal_dtensor.errors import PlanError
+
+# The names that accelerate 1.15 imports, by torch's module, and the packages that have them here.
+_REPLACED: Mapping[str, tuple[Any, tuple[str, ...]]] = {
+    "torch.distributed.fsdp": (
+        shoal_data_parallel,
+        (
+            "CPUOffloadPolicy",
+            "FSDPModule",
+            "MixedPrecisionPolicy",
+            "OffloadPolicy",
+            "fully_shard",
+        ),
+    ),
+    "torch.distributed.tensor": (shoal_dtensor, ("DTensor", "Replicate", "distribute_tensor")),
+    "torch.distributed.device_mesh": (shoal_mesh, ("init_device_mesh",)),
+}
+
+
+@contextmanager
+def torch_names_replaced() -> Iterator[None]:
+    """Replace the names that accelerate imports from torch, inside the block.
+
+    Imports of all threads of the process are affected while the block runs.
+    """
+    with ExitStack() as restored:
+        for path, (package, names) in _REPLACED.items():
+            module = import_module(path)
+            for name in names:
+                restored.callback(setattr, module, name, getattr(module, name))
+                setattr(module, name, getattr(package, name))
+        yield
+
+
+def shard_with_shoal(accelerator: Any) -> None:
+    """Have an `Accelerator` with FSDP2 shard models by `shoal_data_parallel.fully_shard`.
+
+    Args:
+        accelerator: the accelerator, which has prepared nothing yet; it is changed in place.
+
+    Raises:
+        PlanError: if it has prepared a model, or its `ParallelismConfig` has other axes than data
+            axes.
+    """
+    if accelerator._models:
+        raise PlanError(
+            "prepare_accelerator: this accelerator has prepared a model, which torch has sharded; "
+            "call prepare_accelerator first"
+        )
+    _make_mesh_again(accelerator)
+    plugin = accelerator.state.fsdp_plugin
+    if plugin.mixed_precision_policy is not None:
+        plugin.mixed_precision_policy = _copied(MixedPrecisionPolicy, plugin.mixed_precision_policy)
+    offloads = hasattr(plugin.cpu_offload, "pin_memory")
+    plugin.cpu_offload = _copied(
+        CPUOffloadPolicy if offloads else OffloadPolicy, plugin.cpu_offload
+    )
+    prepare = accelerator.prepare
+
+    def prepare_with_shoal(*args: Any, **kwargs: Any) -> Any:
+        with torch_names_replaced():
+            return prepare(*args, **kwargs)
+
+    accelerator.prepare = prepare_with_shoal
+
+
+def _make_mesh_again(accelerator: Any) -> None:
+    """Give the accelerator a mesh of shoal in place of torch's."""
+    config = accelerator.parallelism_config
+    if config is None:
+        return
+    others = {"tp_size": config.tp_size, "cp_size": config.cp_size, "sp_size": config.sp_size}
+    for name, size in others.items():
+        if size > 1:
+            raise PlanError(
+                f"prepare_accelerator: {name}={size} of the ParallelismConfig is no data axis; "
+                "load the model with hf.from_pretrained and a DistributedConfig, create the "
+                "accelerator inside `with hf.single_process():`, and pass data="
+            )
+    with torch_names_replaced():
+        mesh = config.build_device_mesh(accelerator.device.type)
+    config.device_mesh = mesh
+    accelerator.state.device_mesh = mesh
+
+
+def _copied(kind: Any, policy: Any) -> Any:
+    """Return a policy of the class `kind` with the fields of a policy of torch."""
+    own = {field.name for field in fields(kind)}
+    values = {
+        field.name: getattr(policy, field.name) for field in fields(policy) if field.name in own
+    }
+    return kind(**values)
