@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal_mesh import all_gather, all_reduce, comm_over, launch
+from shoal_mesh import all_gather, all_reduce, comm_over, init_device_mesh, launch
 from shoal_mesh.errors import PeerError, RankError
 from shoal_mesh.internal import start_packed
 from shoal_mesh.testing import on_ranks
@@ -96,10 +96,25 @@ def _gloo_and_a_barrier() -> None:
     dist.all_reduce(torch.ones(3), group=dist.new_group([*comm.ranks]))
 
 
-# both waited until the timeout of the process group
+def _a_mesh_on_one_rank() -> None:
+    comm = comm_over(range(dist.get_world_size()))
+    all_reduce(torch.ones(2), comm)
+    if comm.rank == 0:
+        init_device_mesh("cpu", (1, comm.size))
+    all_reduce(torch.ones(2), comm)
+
+
+# all of them waited until the timeout of the process group
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(
-    "program", [_one_more_then_a_barrier, _other_streams, _other_groups, _gloo_and_a_barrier]
+    "program",
+    [
+        _one_more_then_a_barrier,
+        _other_streams,
+        _other_groups,
+        _gloo_and_a_barrier,
+        _a_mesh_on_one_rank,
+    ],
 )
 def test_ranks_that_wait_for_each_other_are_named_within_seconds(
     program: Callable[[], None], size: int

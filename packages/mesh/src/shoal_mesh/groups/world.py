@@ -346,7 +346,7 @@ def _all_gather_bytes(group: ProcessGroup, data: bytes) -> list[bytes]:
     Dispatch modes neither see the tensors nor replace them by fake ones.
     """
     # imported here for the same reason as `drain` in `restart_world`
-    from ..watch.backend_work import BackendWork
+    from ..watch.backend_work import wait_for_members
 
     kind: Any = type(group)
     size = len(data)
@@ -355,7 +355,7 @@ def _all_gather_bytes(group: ProcessGroup, data: bytes) -> list[bytes]:
         received = torch.empty(size * group.size(), dtype=torch.uint8, device=sent.device)
         all_gather = _torch.call_of(kind, "all_gather")
         work = all_gather(group, received, sent, _torch.AllgatherOptions())
-        BackendWork(work, group, None).wait()
+        wait_for_members(work, group, "a comparison of the ranks' arguments or memory")
         gathered = bytes_of(received.cpu())
     return [gathered[start : start + size] for start in range(0, len(gathered), size)]
 

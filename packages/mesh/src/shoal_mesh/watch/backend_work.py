@@ -18,6 +18,7 @@ from .. import _torch
 from .._torch import ProcessGroup, Store, Work
 from ..argument_types import name_ranks
 from ..errors import PeerError
+from .deadlocks import addresses, note_wait
 from .peers import Peers, different_collectives, wait_until
 from .processes import machine, processes_of, state_of
 from .recorder import dump, last_of_backend
@@ -86,6 +87,33 @@ class BackendWork:
             self._work.wait()
         except RuntimeError as error:
             raise _explain(self._group, str(error), peers, self._part_of) from error
+
+
+def wait_for_members(work: Work, group: ProcessGroup, text: str) -> None:
+    """Wait for a call that all members of a group make before they have a channel.
+
+    Args:
+        work: the work of the call.
+        group: the group; only the members of a group of torch's gloo are watched.
+        text: the description of the call, the same on all ranks.
+
+    Raises:
+        PeerError: the call has failed, or ranks wait for each other in different collectives.
+    """
+    is_watched = type(group) is ProcessGroup
+    if is_watched and "cpu:gloo" in _torch.backend_config(group).split(","):
+        ranks = _torch.ranks_in_order(group)
+        others = [rank for rank in ranks if rank != ranks[group.rank()]]
+        call = f"{text} of group {group.group_name}"
+
+        def look(_: float) -> None:
+            wait = note_wait(lambda: text, lambda: addresses(others), call)
+            if wait.failure:
+                _ABANDONED.append(work)
+                raise PeerError(wait.failure, tuple(ranks))
+
+        wait_until(work.is_completed, look)
+    BackendWork(work, group, None).wait()
 
 
 def _explain(group: ProcessGroup, message: str, peers: Peers | None, part_of: str) -> PeerError:

@@ -65,15 +65,20 @@ class Wait:
         serial: a number that no other wait of this process has.
         text: the description of the collective.
         awaited: returns the boards of the processes that the thread waits for.
+        call: the name of a call that all members of a group make, or "". Members that are in one
+            call do not wait for each other: the call may be about to end.
+        failure: the text about the deadlock that this wait is a part of; empty if there is none.
         looks: how often the thread has looked and found that it must still wait.
     """
 
-    __slots__ = ("awaited", "looks", "serial", "text")
+    __slots__ = ("awaited", "call", "failure", "looks", "serial", "text")
 
-    def __init__(self, text: str, awaited: Callable[[], Sequence[Address]]) -> None:
+    def __init__(self, text: str, awaited: Callable[[], Sequence[Address]], call: str) -> None:
         self.serial: int = next(_SERIALS)
         self.text: str = text
         self.awaited: Callable[[], Sequence[Address]] = awaited
+        self.call: str = call
+        self.failure: str = ""
         self.looks: int = 0
 
 
@@ -87,14 +92,17 @@ _SERIALS = count()
 _BOARD: dict[int, int] = {}
 
 
-def note_wait(text: Callable[[], str], awaited: Callable[[], Sequence[Address]]) -> None:
+def note_wait(
+    text: Callable[[], str], awaited: Callable[[], Sequence[Address]], call: str = ""
+) -> Wait:
     """Record that this thread still waits; `wait_until` removes the record when the wait ends."""
     thread = threading.get_ident()
     wait = WAITS.get(thread)
     if wait is None:
-        wait = Wait(text(), awaited)
+        wait = Wait(text(), awaited, call)
         WAITS[thread] = wait
     wait.looks += 1
+    return wait
 
 
 def board_of_process() -> int:
@@ -181,6 +189,8 @@ class Watcher(threading.Thread):
             if not WAITS:
                 # this process waits in a call of torch, which cannot be made to raise
                 _LOG.error(text)
+            for wait in list(WAITS.values()):
+                wait.failure = text
             self._fail(text, waits)
 
     def _compare(self, states: Mapping[int, Mapping[str, Any]]) -> None:
@@ -266,7 +276,8 @@ def _places_of_waits() -> tuple[int, ...]:
 
 def _facts_of(wait: Wait) -> dict[str, Any]:
     """Return a wait in the form in which it is written on the board."""
-    return {"serial": wait.serial, "text": wait.text, "awaits": [*wait.awaited()], "call": ""}
+    awaited = [*wait.awaited()]
+    return {"serial": wait.serial, "text": wait.text, "awaits": awaited, "call": wait.call}
 
 
 def _wait_of_torch(frame: FrameType | None) -> dict[str, Any] | None:
