@@ -175,8 +175,10 @@ class UnitBackward:
         # the two before them starts its last round, over the replicas, or ends if it has no further
         # round.
         begun = [*unit.schedule.context.pending, *self._reductions]
-        beside = unit.communication.max_in_flight - 1
-        for reduction in begun[-2 - beside : len(begun) - beside]:
+        others_in_first_round = unit.communication.max_in_flight - 1
+        num_earlier = max(len(begun) - others_in_first_round, 0)
+        earlier = begun[:num_earlier]
+        for reduction in earlier[-2:]:
             reduction.go_on()
         # torch.autograd.grad gets the gradients of this pass alone
         self._reductions.append(
