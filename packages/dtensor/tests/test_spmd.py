@@ -173,9 +173,9 @@ REFUSALS: list[tuple[Callable[[], Any], str]] = [
     (lambda: typed(4, 8, tp=P) * typed(4, 8, tp=P), "all_reduce"),
     (lambda: typed(4, 8, tp=P) + 1, "P over tp"),
     (lambda: typed(4, 8, tp=P) + typed(4, 8), "no row"),
-    (lambda: typed(4, 8, tp=I) @ typed(8, 6, tp=S(1)), r"convert(x, tp, src=I, dst=R)"),
+    (lambda: typed(4, 8, tp=I) @ typed(8, 6, tp=S(1)), r"convert(x, 'tp', src=I, dst=R)"),
     (lambda: typed(4, tp=I) * typed(4), "R and I cannot be combined"),
-    (lambda: typed(4, 8, tp=S(1)).softmax(-1), "all_gather(x, tp, src=S(1), dst=R)"),
+    (lambda: typed(4, 8, tp=S(1)).softmax(-1), "all_gather(x, 'tp', src=S(1), dst=R)"),
     (lambda: typed(4, 8, tp=S(0)) + typed(4, 8, tp=S(1)), "do not fit"),
     (lambda: typed(8, 4, tp=S(0))[:2], "slice(8x4"),
     (lambda: typed(8, 4, tp=S(0)).select(0, 1), "select(8x4"),
@@ -214,7 +214,7 @@ def test_calls_that_no_row_allows_are_refused(run: Callable[[], Any], message: s
 
 def test_an_operand_that_is_not_summed_yet_is_named_beside_an_invariant_one() -> None:
     text = refusal(lambda: typed(4, 8, tp=I) + typed(4, 8, tp=P))
-    assert "all_reduce(x, tp, src=P, dst=I) for the P operand" in text
+    assert "all_reduce(x, 'tp', src=P, dst=I) for the P operand" in text
     assert "Way out: all_gather the sharded operands" in refusal(lambda: typed(8, 4, tp=S(0))[0])
     without_axis = torch.empty(4, device="meta", requires_grad=True)
 
@@ -228,15 +228,15 @@ def test_an_operand_that_is_not_summed_yet_is_named_beside_an_invariant_one() ->
 @pytest.mark.parametrize(
     ("present", "wanted", "advice"),
     [
-        (P, R, "all_reduce(x, tp, src=P, dst=R)"),
-        (P, S(1), "reduce_scatter(x, tp, src=P, dst=S(1))"),
-        (S(0), R, "all_gather(x, tp, src=S(0), dst=R)"),
-        (S(0), S(1), "pass src=S(0), or all_to_all(x, tp, src=S(0), dst=S(1)) first"),
-        (S(0), P, "all_gather(x, tp, src=S(0), dst=R), not summed"),
-        (V, S(0), "assert_type(x, {tp: S(0)}), if it is a shard"),
+        (P, R, "all_reduce(x, 'tp', src=P, dst=R)"),
+        (P, S(1), "reduce_scatter(x, 'tp', src=P, dst=S(1))"),
+        (S(0), R, "all_gather(x, 'tp', src=S(0), dst=R)"),
+        (S(0), S(1), "pass src=S(0), or all_to_all(x, 'tp', src=S(0), dst=S(1)) first"),
+        (S(0), P, "all_gather(x, 'tp', src=S(0), dst=R), not summed"),
+        (V, S(0), "assert_type(x, {'tp': S(0)}), if it is a shard"),
         (R, P, "leave the reduction out"),
-        (I, R, "convert(x, tp, src=I, dst=R)"),
-        (R, S(0), "convert(x, tp, src=R, dst=S(0))"),
+        (I, R, "convert(x, 'tp', src=I, dst=R)"),
+        (R, S(0), "convert(x, 'tp', src=R, dst=S(0))"),
         (R, I, "pass the type that the tensor has"),
         (spmd.pending("max"), P, 'src=pending("max")'),
         (spmd.pending("avg"), P, "sum instead of the mean"),
@@ -260,7 +260,7 @@ def test_an_error_names_the_line_the_operator_the_types_and_the_way_out() -> Non
     text = refusal(lambda: typed(4, 8, dp=S(0), tp=P).tanh())
     assert text.startswith(f"{__file__}:")
     assert "tanh(4x8 S(0)@dp, P@tp)" in text
-    assert "all_reduce(x, tp, src=P, dst=R), or reduce_scatter" in text
+    assert "all_reduce(x, 'tp', src=P, dst=R), or reduce_scatter" in text
 
 
 def test_ranks_compute_on_their_own_in_local_mode() -> None:

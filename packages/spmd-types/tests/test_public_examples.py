@@ -67,7 +67,7 @@ def test_megatron_linears_without_sequence_parallelism() -> None:
         x = typed(3, 8, grad=True, dp=V, tp=I)
         up = typed(16 // TP, 8, grad=True, dp=R, tp=V)
         down = typed(8, 16 // TP, grad=True, dp=R, tp=V)
-        with pytest.raises(SpmdTypeError, match=r"convert\(x, tp, src=I, dst=R\)"):
+        with pytest.raises(SpmdTypeError, match=r"convert\(x, 'tp', src=I, dst=R\)"):
             F.linear(x, up)
         inside = spmd.invariant_to_replicate(x, "tp")
         spmd.assert_type(inside, {"tp": R})

@@ -50,7 +50,7 @@ def type_on(tensor: Any, axis: MeshAxis, where: str) -> AnyAxisType:
         have = "it does not have a type" if present is None else f"its type is {present!r}"
         raise SpmdTypeError(
             f"{user_line()}: {where}: the tensor does not have a type over {axis!r} ({have}); "
-            f"assert it with assert_type(x, {{{axis!r}: ...}})"
+            f"assert it with assert_type(x, {{{axis.argument}: ...}})"
         )
     return present.by_axis[axis]
 

@@ -102,16 +102,16 @@ def _move(name: str, axis: MeshAxis, layouts: tuple[Spec, Spec], index: int) -> 
         return ""
     if before is P and after is R:
         return (
-            f"{name} is P over {axis!r}: all_reduce(x, {axis!r}, src=P, dst=R), or reduce_scatter "
+            f"{name} is P over {axis!r}: all_reduce(x, {axis.argument}, src=P, dst=R), or reduce_scatter "
             f"it; without that each rank uses its addend, and its gradient would be counted "
             f"{axis.size()} times"
         )
     if isinstance(before, Shard) and after is R:
-        return f"{name}: all_gather(x, {axis!r}, src={before}, dst=R)"
+        return f"{name}: all_gather(x, {axis.argument}, src={before}, dst=R)"
     if isinstance(before, Shard) and isinstance(after, Shard):
-        return f"{name}: all_to_all(x, {axis!r}, src={before}, dst={after})"
+        return f"{name}: all_to_all(x, {axis.argument}, src={before}, dst={after})"
     if before in (R, I) and after is not None:
-        return f"{name}: convert(x, {axis!r}, src={before}, dst={after})"
+        return f"{name}: convert(x, {axis.argument}, src={before}, dst={after})"
     return f"{name}: {before} -> {after} over {axis!r}"
 
 
@@ -136,29 +136,27 @@ def way_from(axis: MeshAxis, present: AnyAxisType, wanted: AnyAxisType) -> str:
     """
     is_shard = isinstance(present, Shard)
     if present is P and wanted in (R, I):
-        return f"all_reduce(x, {axis!r}, src=P, dst={wanted})"
+        return f"all_reduce(x, {axis.argument}, src=P, dst={wanted})"
     if present is P and isinstance(wanted, Shard):
-        return f"reduce_scatter(x, {axis!r}, src=P, dst={wanted})"
+        return f"reduce_scatter(x, {axis.argument}, src=P, dst={wanted})"
     if isinstance(present, AxisType) and present.name == "P" and present is not P:
         advice = f'reduce it by its own operator, src=pending("{present.reduce_op}")'
         if present.reduce_op == "avg":
             return f"{advice}; or sum instead of the mean, which is P, and divide by all elements"
         return advice
     if is_shard and isinstance(wanted, Shard):
-        return f"pass src={present}, or all_to_all(x, {axis!r}, src={present}, dst={wanted}) first"
+        return f"pass src={present}, or all_to_all(x, {axis.argument}, src={present}, dst={wanted}) first"
     if is_shard and wanted is P:
         return (
-            f"shards are joined by all_gather(x, {axis!r}, src={present}, dst=R), not summed; P are "
+            f"shards are joined by all_gather(x, {axis.argument}, src={present}, dst=R), not summed; P are "
             "addends, such as the product of two operands that are sharded along the summed dim"
         )
     if is_shard and wanted in (R, I):
-        return f"all_gather(x, {axis!r}, src={present}, dst={wanted})"
+        return f"all_gather(x, {axis.argument}, src={present}, dst={wanted})"
     if present is V and isinstance(wanted, Shard):
-        return (
-            f"assert_type(x, {{{axis!r}: {wanted}}}), if it is a shard of equal size on all ranks"
-        )
+        return f"assert_type(x, {{{axis.argument}: {wanted}}}), if it is a shard of equal size on all ranks"
     if present in (R, I) and wanted is P:
         return "leave the reduction out: the tensor is whole on every rank"
     if (present is I and wanted is R) or (present in (R, I) and isinstance(wanted, Shard)):
-        return f"convert(x, {axis!r}, src={present}, dst={wanted})"
+        return f"convert(x, {axis.argument}, src={present}, dst={wanted})"
     return "pass the type that the tensor has, or convert the tensor first"

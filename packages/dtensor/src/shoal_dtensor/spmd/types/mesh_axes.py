@@ -65,6 +65,12 @@ class MeshAxis:
         """Return the names that programs have given to the axis."""
         return tuple(_NAMES.get(self.offsets, ()))
 
+    @property
+    def argument(self) -> str:
+        """The axis as an argument in advice: its name in quotes, or the axis without a name."""
+        text = repr(self)
+        return text if text.startswith("MeshAxis(") else repr(text)
+
     def isorthogonal(self, *others: MeshAxis) -> bool:
         """Tell whether no two of the axes join the same pair of ranks."""
         return are_orthogonal((self, *others))
