@@ -1,14 +1,16 @@
-"""Covers: create.py, without real ranks."""
+"""Covers: create.py."""
 
 from __future__ import annotations
 
 import pickle
 
 import pytest
+import torch
 
-from shoal_mesh import MeshError, abstract_mesh, init_device_mesh
+from shoal_mesh import DeviceMesh, MeshError, abstract_mesh, init_device_mesh
 from shoal_mesh.errors import NoGroupError
-from shoal_mesh.testing import fake_world
+from shoal_mesh.groups.world import require_world
+from shoal_mesh.testing import fake_world, on_ranks
 
 
 def test_several_factorisations_of_the_same_ranks() -> None:
@@ -35,3 +37,18 @@ def test_no_world_is_said_clearly() -> None:
     assert lost.get_coordinate() is None
     with pytest.raises(NoGroupError, match="is unknown, because there is no default process group"):
         lost.get_rank()
+
+
+@on_ranks(2)
+def test_a_mesh_of_devices_that_the_machine_lacks_warns() -> None:
+    if torch.xpu.is_available():
+        pytest.skip("needs a machine without such devices")
+    with pytest.warns(UserWarning, match="'xpu' devices on a machine without one"):
+        init_device_mesh("xpu", (2,), lazy=True)
+    with pytest.warns(UserWarning, match="'xpu' devices on a machine without one"):
+        DeviceMesh.from_group(require_world(), "xpu")
+
+
+def test_a_world_for_planning_may_have_any_devices() -> None:
+    with fake_world(2):
+        assert init_device_mesh("xpu", (2,)).device_type == "xpu"

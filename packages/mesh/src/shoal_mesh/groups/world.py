@@ -8,6 +8,7 @@ import hashlib
 import os
 import pickle
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -178,11 +179,24 @@ def ensure_world(device_type: str) -> ProcessGroup:
         world = require_world()
     if device_type not in {"cpu", "meta"}:
         module = module_of(device_type)
+        has_devices = module is not None and module.is_available()
         # Each rank of a host has a device of its own, unless the program has chosen one.
-        if module is not None and module.is_available() and not module.is_initialized():
+        if has_devices and not module.is_initialized():
             local_rank = int(os.environ.get("LOCAL_RANK", world.rank()))
             module.set_device(local_rank % module.device_count())
+        # One process plans for devices of other machines in a world of the backend "fake".
+        if not has_devices and dist.get_backend(world) != "fake":
+            _warn_of_no_device(device_type)
     return world
+
+
+def _warn_of_no_device(device_type: str) -> None:
+    warnings.warn(
+        f"a mesh of {device_type!r} devices on a machine without one (torch {torch.__version__}): "
+        "tensors that are on the CPU stay there, and no tensor can be created on the mesh; use "
+        "'cpu', or shoal_mesh.testing.fake_world or abstract_mesh for planning",
+        stacklevel=5,
+    )
 
 
 def _end_world() -> None:
