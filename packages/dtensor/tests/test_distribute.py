@@ -507,3 +507,23 @@ def test_other_values_do_not_become_partial(source: Placement, target: Placement
         x = distribute_tensor(torch.zeros(4), mesh, [source])
         with pytest.raises(PlacementError, match="cannot make mesh axis"):
             x.redistribute(placements=[target])
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
+def test_a_result_on_one_rank_is_refused_there_and_keeps_the_ranks_in_step(
+    placement: Placement,
+) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    for refused in range(4):
+        tensor = torch.arange(8.0) + refused
+        if mesh.get_local_rank() == refused:
+            result = tensor.clone().requires_grad_() * 1
+            with pytest.raises(PlacementError, match="not a leaf"):
+                distribute_tensor(result, mesh, [placement])
+        else:
+            distributed = distribute_tensor(tensor, mesh, [placement])
+            local = tensor.chunk(4)[mesh.get_local_rank()] if placement.is_shard() else tensor
+            assert torch.equal(distributed.to_local(), local)
+        whole = distribute_tensor(tensor, mesh, [Shard(0)]).full_tensor()
+        assert torch.equal(whole, tensor)

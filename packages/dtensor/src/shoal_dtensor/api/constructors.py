@@ -115,6 +115,8 @@ def distribute_tensor(
     with torch.no_grad(), types_unchecked():
         values = tensor.detach()
         local = _local_values(spec, lambda start: shard_of(values, start, src_data_rank))
+    # Behind the collective: other ranks, whose tensors may be leaves, wait for this one in it.
+    _check_leaf(tensor)
     result = DTensor(local, spec, requires_grad=tensor.requires_grad)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(result, requires_grad=tensor.requires_grad)  # type: ignore[return-value]  # Parameter keeps the DTensor class
@@ -136,7 +138,9 @@ def distributed_by(
 ) -> DTensor:
     """Return the result of `distribute_tensor` for a plain tensor; `scatter` sends its values."""
     spec = _layout_of(tensor, mesh, placements)
-    return DTensor(scatter.shard(tensor.detach(), spec), spec, requires_grad=tensor.requires_grad)
+    shard = scatter.shard(tensor.detach(), spec)
+    _check_leaf(tensor)
+    return DTensor(shard, spec, requires_grad=tensor.requires_grad)
 
 
 def _layout_of(
@@ -146,13 +150,16 @@ def _layout_of(
     shard_order: ShardOrder | None = None,
 ) -> Spec:
     """Return the layout of a plain tensor on a mesh, in the tensor's memory order."""
+    stride = tensor.stride() if tensor.is_contiguous() or tensor.is_meta else None
+    return Spec(mesh, placements, tensor.shape, stride, dtype=tensor.dtype, shard_order=shard_order)
+
+
+def _check_leaf(tensor: torch.Tensor) -> None:
     if not tensor.is_leaf:
         raise PlacementError(
             "distribute_tensor: the tensor is not a leaf, so its gradient would stop here; use "
             "DTensor.from_local, which is differentiable"
         )
-    stride = tensor.stride() if tensor.is_contiguous() or tensor.is_meta else None
-    return Spec(mesh, placements, tensor.shape, stride, dtype=tensor.dtype, shard_order=shard_order)
 
 
 def _read(
