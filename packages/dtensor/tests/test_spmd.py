@@ -450,3 +450,11 @@ def test_axes_of_one_rank_may_have_any_types() -> None:
         sharded = torch.empty(4, 4, device="meta")
         spmd.assert_tensor_type(sharded, {"dp": R}, (("dp", "tp"), "cp"))
         assert kinds(sharded) == "{tp: S(0)}"
+
+
+def test_one_rank_computes_with_types_without_axes() -> None:
+    """The mesh has no axis with several ranks, and the operators have one and two outputs."""
+    with spmd.set_current_mesh(abstract_mesh((1, 1), ("dp", "tp"))), spmd.typecheck(local=False):
+        x = typed(4, 8, tp=S(0))
+        values, indices = (x * 2).max(1)
+    assert [kinds(tensor) for tensor in (values, indices)] == ["{}", "{}"]

@@ -88,8 +88,11 @@ def infer_types(
             _refuse_invariant(call, axis)
             by_rule.append(axis)
     if not by_rule:
-        by_output = zip(*[found[axis] for axis in axes], strict=True)
-        return [TensorType(dict(zip(axes, kinds, strict=True))) for kinds in by_output]
+        # Without axes, on one rank, every output has the type without axes.
+        return [
+            TensorType({axis: found[axis][index] for axis in axes})
+            for index in range(len(call.outputs))
+        ]
     outcomes = _results_by_rule(call, tuple(by_rule), leading)
     typed = [_types_of_outcome(found, outcome, by_rule, axes) for outcome in outcomes]
     return [_common_type(readings) for readings in zip(*typed, strict=True)]
