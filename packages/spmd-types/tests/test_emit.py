@@ -255,6 +255,54 @@ def test_programs_on_two_axes() -> None:
     check_bits(*beside_dispatch(module, plan, mesh, x, input_types=types))
 
 
+class Kept(nn.Module):
+    """A result of a block without gradients, in the layout of the plan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole = nn.Identity()
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        with torch.no_grad():
+            kept = self.whole(x)
+        return {"out": x * 2, "kept": kept}
+
+
+def check_axes_of_one_rank(shape: tuple[int, ...]) -> None:
+    """Compare programs with dispatch on a mesh with axes of one rank."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
+    x = torch.randn(2, 6, 8, dtype=torch.double, requires_grad=True)
+    for plan, types in ((MLP_PLAN, {}), (SEQUENCE_PLAN, {"x": {"tp": S(1)}})):
+        torch.manual_seed(1)
+        module = Mlp().double()
+        check_bits(*beside_dispatch(module, plan, mesh, x, input_types=types))
+    plan = {"qkv.weight": {"tp": S(0)}, "qkv.bias": {"tp": S(0)}, "out.weight": {"tp": S(1)}}
+    got, expected = beside_dispatch(Attention().double(), {**plan, "out": {"tp": I}}, mesh, x)
+    check_bits(got["out"], expected["out"])
+    check_bits(got["size"], expected["size"])
+    types = {"x": {"tp": S(1)}}
+    got, expected = beside_dispatch(Kept(), {"whole": {"tp": I}}, mesh, x, input_types=types)
+    check_bits(got["kept"], expected["kept"])
+    assert not got["kept"].requires_grad
+    assert not expected["kept"].requires_grad
+
+
+@on_ranks(1)
+def test_programs_on_one_rank() -> None:
+    check_axes_of_one_rank((1,))
+
+
+@on_ranks(2)
+def test_programs_on_an_axis_of_one_rank_beside_another() -> None:
+    check_axes_of_one_rank((2, 1))
+
+
+def test_lines_on_one_rank_have_no_collectives() -> None:
+    lines = lines_of(of_mlp(SEQUENCE_PLAN, abstract_mesh((1,), ("tp",))))
+    assert lines[0].endswith(", 1e-05)  # f32[2, 6, 8]")
+    assert not any("dst=" in line for line in lines)
+
+
 def test_layouts_are_types_specs_or_placements() -> None:
     module = nn.Linear(8, 4, bias=False)
     layouts = ({"tp": S(0)}, {"tp": S(-2)}, PartitionSpec("tp"), [Shard(0)])

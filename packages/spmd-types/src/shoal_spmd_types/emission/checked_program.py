@@ -291,7 +291,8 @@ def described(value: TracedValue, tensor_type: Any) -> str:
     shape = ", ".join(map(str, value.shape))
     name = str(value.dtype).removeprefix("torch.")
     head = f"{_SHORT.get(name, name)}[{shape}]"
-    if tensor_type is None:
+    # On one rank, a type has no axes.
+    if tensor_type is None or not tensor_type.by_axis:
         return head
     kinds = [f"{axis!r}: {kind}" for axis, kind in tensor_type.by_axis.items()]
     return f"{head} {', '.join(kinds)}"

@@ -131,7 +131,13 @@ class ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of
     # --- the observer of operators on DTensors ----------------------------------------------------
 
     def move(self, local: Tensor, plan: Plan) -> Tensor:
-        """Record a redistribution, and return a tensor of the shape of its result."""
+        """Record a redistribution, and return a tensor of the shape of its result.
+
+        A plan without steps, such as a gather along an axis of one rank, leaves the tensor as it is.
+        """
+        takes_gradient = self.value_of(local).takes_gradient
+        if not plan.steps and (torch.is_grad_enabled() or not takes_gradient):
+            return local
         moved = torch.empty(plan.dst.local_shape, dtype=plan.dst.dtype, device=local.device)
         source = self.value_of(local)
         output = self._new_value(moved)

@@ -124,6 +124,10 @@ class Statements:
         axes = self._sides.axes_to_convert_before(movement)
         if axes:
             source = self._convert(source, axes, movement.path)
+        if not movement.plan.steps:
+            # It is recorded only because it cuts the gradient.
+            make = _detached(lambda names: [names(source)])
+            return [Statement([source], [movement.output], make, (), path=movement.path)]
         for step in movement.plan.steps:
             output = movement.output
             if step is not movement.plan.steps[-1]:

@@ -45,6 +45,8 @@ class TracedValue:
         """Return whether the ranks along a mesh axis have equal tensors."""
         if self.spec is None:
             return not self.is_inside
+        if self.spec.mesh.shape[axis] == 1:
+            return True
         return isinstance(self.spec.placements[axis], Replicate)
 
 
