@@ -91,7 +91,7 @@ from .redistribute.plan import plan as plan_between
 from .redistribute.scatter import Scatter, scattering
 from .redistribute.shards_in_flight import ShardsInFlight, drained, redistribute_shards
 from .redistribute.steps import Plan, Step, format_bytes
-from .scopes import context_scope, replicas_are_compared
+from .scopes import context_scope, open_blocks, replicas_are_compared
 from .spmd.first_check import on_first_check, types_unchecked
 from .tensor.autograd import FromLocal
 from .tensor.dtensor import local_shard

@@ -17,8 +17,10 @@ from shoal_dtensor import Spec
 from shoal_dtensor.internal import (
     FakeTensor,
     is_compiling,
+    open_blocks,
     replicas_are_compared,
 )
+from shoal_mesh.internal import observers
 
 from ..parameters.sharded_parameters import ShardedParameter
 from ..parameters.written_values import digest_of
@@ -42,7 +44,9 @@ class ValueComparison:
             return False
         is_first = torch.is_grad_enabled() and not self._was_made
         self._was_made |= is_first
-        return is_first or replicas_are_compared()
+        # empty lists outside of every block, in which alone replicas may be compared
+        has_block = bool(open_blocks or observers)
+        return is_first or (has_block and replicas_are_compared())
 
 
 @dataclass(slots=True, eq=False)

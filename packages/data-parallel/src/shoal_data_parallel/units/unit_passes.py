@@ -27,11 +27,13 @@ from shoal_dtensor.internal import (
     in_backward,
     is_compiling,
     local_shard,
+    open_blocks,
     pytree,
     shares_memory,
     types_are_checked,
     unwatched,
 )
+from shoal_mesh.internal import observers
 
 from .._torch import (
     in_transform,
@@ -122,7 +124,9 @@ def _before(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any,
     scope.enter_guard(nullcontext())
     if not continues:
         scope.begin(unit.modules)
-        if unit.schedule.units[0] is unit:
+        # empty lists outside of every block, in which alone replicas may be compared
+        has_block = bool(open_blocks or observers)
+        if has_block and unit.schedule.units[0] is unit:
             warn_of_equal_rows(module, args, kwargs, unit.axes.comm)
         # Selective checkpointing must not save these collectives: a recomputation sends parameters
         # that were prefetched in the first forward.

@@ -17,7 +17,6 @@ def check_materialized(function: str, names: Sequence[str]) -> None:
     if names:
         raise StyleError(
             f"{function}: parameters or buffers {list(names)} are on the meta device and have no "
-            "values: call "
-            'module.to_empty(device="cpu"), or another device, and initialize them (with '
-            "module.reset_parameters(), or by load_state_dict), before the first forward"
+            'values: call module.to_empty(device="cpu"), or another device, and initialize them '
+            "(with module.reset_parameters(), or by load_state_dict), before the first forward"
         )

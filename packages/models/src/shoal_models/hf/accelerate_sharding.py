@@ -16,26 +16,28 @@ from dataclasses import fields
 from importlib import import_module
 from typing import Any
 
-import shoal_data_parallel
-import shoal_dtensor
-import shoal_mesh
-from shoal_data_parallel import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from shoal_data_parallel import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from shoal_dtensor import DTensor, Replicate, distribute_tensor
 from shoal_dtensor.errors import PlanError
+from shoal_mesh import init_device_mesh
 
-# The names that accelerate 1.15 imports, by torch's module, and the packages that have them here.
-_REPLACED: Mapping[str, tuple[Any, tuple[str, ...]]] = {
+# What stands for the names that accelerate 1.15 imports, by torch's module.
+_REPLACED: Mapping[str, tuple[Any, ...]] = {
     "torch.distributed.fsdp": (
-        shoal_data_parallel,
-        (
-            "CPUOffloadPolicy",
-            "FSDPModule",
-            "MixedPrecisionPolicy",
-            "OffloadPolicy",
-            "fully_shard",
-        ),
+        CPUOffloadPolicy,
+        FSDPModule,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
     ),
-    "torch.distributed.tensor": (shoal_dtensor, ("DTensor", "Replicate", "distribute_tensor")),
-    "torch.distributed.device_mesh": (shoal_mesh, ("init_device_mesh",)),
+    "torch.distributed.tensor": (DTensor, Replicate, distribute_tensor),
+    "torch.distributed.device_mesh": (init_device_mesh,),
 }
 
 
@@ -46,11 +48,12 @@ def torch_names_replaced() -> Iterator[None]:
     Imports of all threads of the process are affected while the block runs.
     """
     with ExitStack() as restored:
-        for path, (package, names) in _REPLACED.items():
+        for path, replacements in _REPLACED.items():
             module = import_module(path)
-            for name in names:
+            for replacement in replacements:
+                name = replacement.__name__
                 restored.callback(setattr, module, name, getattr(module, name))
-                setattr(module, name, getattr(package, name))
+                setattr(module, name, replacement)
         yield
 
 

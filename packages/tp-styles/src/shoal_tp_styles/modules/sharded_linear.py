@@ -24,9 +24,11 @@ from shoal_dtensor.internal import (
     apply,
     is_compiling,
     local_shard,
+    open_blocks,
     replicas_are_compared,
 )
 from shoal_mesh import Comm
+from shoal_mesh.internal import observers
 
 from .._torch import autocast_dtype, autocasting
 from ..lowering import ports
@@ -104,7 +106,9 @@ class ColumnLinear(Lowered):
         is_direct = type(input) is Tensor and self.is_direct and not autocasting()
         # A parameter is missing if it has been computed from others since the plan was applied.
         is_incomplete = params.get("weight") is None or "bias" not in params
-        if not is_direct or is_incomplete or replicas_are_compared():
+        # empty lists outside of every block, in which alone replicas may be compared
+        has_block = bool(open_blocks or observers)
+        if not is_direct or is_incomplete or (has_block and replicas_are_compared()):
             return self.finish(self.general(input))
         weight = params["weight"]
         bias = params["bias"]
