@@ -88,14 +88,16 @@ def infer_types(
             _refuse_invariant(call, axis)
             by_rule.append(axis)
     if not by_rule:
-        # Without axes, on one rank, every output has the type without axes.
-        return [
-            TensorType({axis: found[axis][index] for axis in axes})
-            for index in range(len(call.outputs))
-        ]
+        # On one rank there are no axes, and every output has a type without axes.
+        return [_type_of_output(found, index) for index in range(len(call.outputs))]
     outcomes = _results_by_rule(call, tuple(by_rule), leading)
     typed = [_types_of_outcome(found, outcome, by_rule, axes) for outcome in outcomes]
     return [_common_type(readings) for readings in zip(*typed, strict=True)]
+
+
+def _type_of_output(found: Mapping[MeshAxis, Sequence[AnyAxisType]], index: int) -> TensorType:
+    """Return the type of one output, from the types of all outputs along each axis."""
+    return TensorType({axis: kinds[index] for axis, kinds in found.items()})
 
 
 def _types_of_outcome(
