@@ -125,7 +125,7 @@ class Statements:
         if axes:
             source = self._convert(source, axes, movement.path)
         if not movement.plan.steps:
-            # It is recorded only because it cuts the gradient.
+            # A move without steps is recorded only where its result has no gradient.
             make = _detached(lambda names: [names(source)])
             return [Statement([source], [movement.output], make, (), path=movement.path)]
         for step in movement.plan.steps:
