@@ -23,13 +23,14 @@ from types import FunctionType, MethodType
 from typing import Any, ClassVar, Literal, Protocol, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoal_mesh import DeviceMesh
 from shoal_mesh.internal import ScopedValue, value_when_traced
 
 from .._torch.compiling import is_compiling
 from ..layout.placements import Placement
+from ..layout.spec import Spec
 
 
 class ModuleForward(ABC):
@@ -106,6 +107,22 @@ class ModuleForward(ABC):
         A shard of any of them has the same output as the whole, whatever dim the style names.
         """
         return range(0)
+
+    def keeps_shard(self, spec: Spec, axis: int, output: Tensor) -> bool:
+        """Tell whether the output is the shard that the input is along an axis.
+
+        It is if the module computes tokens alone and the input is a shard of tokens, whatever dim
+        the style names: the norms of queries and keys get shards of heads, dim 2, where their style
+        names positions, dim 1.
+
+        Args:
+            spec: the layout of the input.
+            axis: an axis of the mesh of `spec`.
+            output: the output on this rank.
+        """
+        dim = getattr(spec.placements[axis], "dim", None)
+        is_token_dim = dim is not None and dim in self.dims_of_tokens(output.ndim)
+        return is_token_dim and output.shape == spec.local_shape
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         clone = copy.copy(self)

@@ -237,7 +237,7 @@ class Watch(FunctionMode):
         if noted is not None:
             # The module has noted a layout with the sizes of all shards.
             shard = shard_of(noted, axis)
-        elif spec is not None and _keeps_tokens(forward, spec, axis, result):
+        elif spec is not None and forward.keeps_shard(spec, axis, result):
             shard = shard_of(spec, axis)
         elif isinstance(layout, Shard):
             dim = layout.dim % result.ndim
@@ -453,17 +453,6 @@ def _rows_by_rank(rows: list[int], axes: DeviceMesh) -> list[list[int]]:
         return [rows] * comm.size
     gathered: list[list[int]] = all_gather(local, comm).tolist()
     return gathered
-
-
-def _keeps_tokens(forward: ModuleForward, spec: Spec, axis: int, result: Tensor) -> bool:
-    """Tell whether a module that computes tokens alone got shards of tokens along an axis.
-
-    Its output is the same shard, whatever dim its style names: the norms of queries and keys get
-    shards of heads, dim 2, where their style names positions, dim 1.
-    """
-    dim = getattr(spec.placements[axis], "dim", None)
-    is_token_dim = dim is not None and dim in forward.dims_of_tokens(result.ndim)
-    return is_token_dim and result.shape == spec.local_shape
 
 
 def _local(drawn: Any, like: Spec, name: str) -> Any:
