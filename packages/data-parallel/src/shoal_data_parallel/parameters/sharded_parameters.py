@@ -308,7 +308,8 @@ def shard_parameter(
         shard = _narrowed(local_of(tensor).detach(), gathered, resting)
         shard = shard.contiguous() if view else shard.clone(memory_format=torch.contiguous_format)
         # a shard without values is on its device when `to_empty` gives it values
-        if isinstance(offload, CPUOffloadPolicy) and not shard.is_meta:
+        awaits_values = shard.is_meta and axes.mesh.device_type != "meta"
+        if isinstance(offload, CPUOffloadPolicy) and not awaits_values:
             pinned = offload.pin_memory and axes.mesh.device_type != "cpu"
             shard = shard.cpu().pin_memory() if pinned else shard.cpu()
         return DTensor(shard, resting)
