@@ -118,6 +118,19 @@ def test_a_slice_of_another_mesh_that_equals_one_of_this_is_one_of_this() -> Non
         DeviceMesh.concatenate([ours["data"], other])
 
 
+def test_a_slice_that_equals_one_of_a_flattened_or_unflattened_mesh_is_one_of_it() -> None:
+    ours, theirs = (abstract_mesh((2, 4, 1), (name, "data", "tensor")) for name in "ab")
+    parts, their_parts = (
+        mesh.unflatten("data", (2, 2), ("outer", "inner")) for mesh in (ours, theirs)
+    )
+    assert DeviceMesh.concatenate([parts["outer"], their_parts["inner"]]) == parts["outer", "inner"]
+    merged, their_merged = (mesh["data", "tensor"].flatten("both") for mesh in (ours, theirs))
+    assert DeviceMesh.concatenate([ours["a"], their_merged]) == ours["a", "both"]
+    other = abstract_mesh((4, 2), ("outer", "inner"))["outer"]
+    with pytest.raises(MeshError, match="sliced from one mesh"):
+        DeviceMesh.concatenate([merged, other])
+
+
 def test_all_submeshes(cube: DeviceMesh) -> None:
     every = cube.get_all_submeshes("tp")
     assert [m.ranks for m in every] == [tuple(range(4 * i, 4 * i + 4)) for i in range(6)]

@@ -94,6 +94,7 @@ class DeviceMesh(RankGrid):
     __slots__ = ()
     _derived: dict[Any, DeviceMesh]
     _flattened: dict[str, DeviceMesh]
+    _unflattened: set[DeviceMesh]
     _root: DeviceMesh | None
 
     @suggests_keywords()
@@ -395,8 +396,11 @@ class DeviceMesh(RankGrid):
         if backend_override is None:
             new_choices = (self._choices[axis],) * len(sizes)
         choices = (*self._choices[:axis], *new_choices, *self._choices[axis + 1 :])
-        if self._get_root_mesh()._layout.is_crossed_by_axes(layout):
-            return self._derive(layout, every_name, choices)
+        root = self._get_root_mesh()
+        if root._layout.is_crossed_by_axes(layout):
+            derived = self._derive(layout, every_name, choices)
+            root._unflattened.add(derived)
+            return derived
         # The root cannot derive this mesh from slices of the root, so this mesh is its own root.
         # It shares the communicators of the old root.
         fields = replace(self._fields, layout=layout, names=every_name, choices=choices)
@@ -439,8 +443,12 @@ class DeviceMesh(RankGrid):
         """
         if self._get_root_mesh() == root:
             return True
-        has_axes = set(self.axis_names) <= set(root.axis_names)
-        return has_axes and root[self.axis_names] == self
+        return any(mesh._has_equal_slice(self) for mesh in (root, *root._unflattened))
+
+    def _has_equal_slice(self, other: DeviceMesh) -> bool:
+        """Return whether this mesh has the axes of another mesh, and their slice is equal to it."""
+        known = {*self.axis_names, *self._get_root_mesh()._flattened}
+        return known.issuperset(other.axis_names) and self[other.axis_names] == other
 
     def get_all_submeshes(self, axes: AxisLike | tuple[AxisLike, ...]) -> list[DeviceMesh]:
         """Return the slice along `axes` at every position of the other axes, in row-major order.

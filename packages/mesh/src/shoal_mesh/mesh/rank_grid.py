@@ -75,6 +75,7 @@ class RankGrid:
         "_root",
         "_shared",
         "_tensor",
+        "_unflattened",
         "_world",
         "axis_names",
         "device_type",
@@ -96,6 +97,8 @@ class RankGrid:
     _derived: dict[Any, Any]
     # names of flattened axes -> 1-D mesh
     _flattened: dict[str, Any]
+    # meshes that `unflatten` derived from this root
+    _unflattened: set[Any]
     # the result of `mesh`, once it was read
     _tensor: torch.Tensor | None
     # `cpu`, `cuda`, ...: never with an index
@@ -131,6 +134,7 @@ class RankGrid:
         self._comms = {}
         self._derived = {}
         self._flattened = {}
+        self._unflattened = set()
         self._tensor = None
         self._shared = {} if root is None else root._shared
         self._given = {} if root is None else root._given
