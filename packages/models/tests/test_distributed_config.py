@@ -148,7 +148,12 @@ def test_sizes_are_the_axes_of_a_mesh() -> None:
             hf.mesh_of(SimpleNamespace(tp_size=2))
         with pytest.raises(PlanError, match="pp_size=4 is no axis"):
             hf.mesh_of(config(pp_size=4, tp_size=2))
-        with pytest.raises(PlanError, match="ExpertParallel"):
-            hf.mesh_of(config(tp_size=8, ep_size=8))
+        # the experts have no axis of their own
+        assert hf.mesh_of(config(fsdp_size=4, tp_size=2, ep_size=4)).shape == (1, 4, 2)
+        for wrong in (3, 16):
+            sizes = config(fsdp_size=4, tp_size=2)
+            sizes.ep_size = wrong
+            with pytest.raises(PlanError, match=f"ep_size={wrong} must be a multiple of tp_size=2"):
+                hf.mesh_of(sizes)
         with pytest.raises(PlanError, match="SequenceParallel"):
             hf.mesh_of(config(tp_size=8, enable_sequence_parallel=True))

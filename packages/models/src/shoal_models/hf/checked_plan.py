@@ -18,8 +18,17 @@ from ..errors import PlanWarning
 from ..planning.auto import auto_plan
 from .small_copy import NoSmallCopy, SmallCopy, small_copy
 
+REMEDY = "Leave out plan= to get a plan that fits"
+"""The remedy for a plan of the user that does not fit."""
 
-def choose_plan(model: Any, mesh: DeviceMesh, plan: Plan | None = None) -> Plan:
+
+def choose_plan(
+    model: Any,
+    mesh: DeviceMesh,
+    plan: Plan | None = None,
+    *,
+    remedy: str = REMEDY,
+) -> Plan:
     """Choose the plan for a model of transformers, and prove it on simulated ranks.
 
     Args:
@@ -27,6 +36,7 @@ def choose_plan(model: Any, mesh: DeviceMesh, plan: Plan | None = None) -> Plan:
         mesh: a mesh with one axis.
         plan: the user's plan. If it is left out, the model's own plan is chosen if it fits, and
             otherwise an automatic plan.
+        remedy: the last sentence of the error for a plan of the user that does not fit.
 
     Raises:
         PlanError: if the user's plan does not fit, or no automatic plan is right; the message names
@@ -62,7 +72,7 @@ def choose_plan(model: Any, mesh: DeviceMesh, plan: Plan | None = None) -> Plan:
     if plan is not None:
         raise PlanError(
             f"from_pretrained: the plan does not fit {name} on {mesh.size()} ranks: {problem}. "
-            "Leave out plan= to get a plan that fits"
+            f"{remedy}"
         )
     automatic = _automatic_plan(name, sample, ranks, f"has a tp_plan that does not fit: {problem}")
     warnings.warn(

@@ -20,18 +20,23 @@ from shoal_dtensor.errors import PlanError
 from shoal_mesh import DeviceMesh
 
 from .distributed_config import pattern_of
+from .expert_axes import ExpertAxes
 
 # The styles of transformers, and whether a unit is freed after its forward.
 _FREES = {"free_full_weight": True, "keep_full_weight": False}
 
 
-def shard_over_data(model: Any, config: Any, mesh: DeviceMesh) -> None:
+def shard_over_data(
+    model: Any, config: Any, mesh: DeviceMesh, experts: ExpertAxes | None = None
+) -> None:
     """Shard a model over data axes, in place, by the FSDP plan of the model and the configuration.
 
     Args:
         model: a model of transformers, on any device, including meta.
         config: a `DistributedConfig` of transformers.
         mesh: the data axes: replicas and shards.
+        experts: the axes of experts that are divided among more ranks than those of "tp". The
+            experts are sharded over the ranks that have the same experts.
 
     Raises:
         PlanError: if there is no plan, if a rule of the configuration names no module, or if a
@@ -45,12 +50,27 @@ def shard_over_data(model: Any, config: Any, mesh: DeviceMesh) -> None:
         options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     # without replicas the mesh has one axis
     data = mesh if mesh.size(0) > 1 else mesh["fsdp"]
+    if experts is not None:
+        _shard_experts(model, experts, mesh.size(), options)
     for name, style in _units_of(plan, model).items():
         module = model.get_submodule(name)
         fully_shard(module, data, reshard_after_forward=_FREES[style], **options)
     fully_shard(model, data, **options)
     # The ranks may generate different numbers of tokens, and all take part in every gather.
     model._is_fsdp_managed_module = True
+
+
+def _shard_experts(
+    model: nn.Module, experts: ExpertAxes, batches: int, options: dict[str, Any]
+) -> None:
+    """Shard modules of experts over the ranks that have the same experts.
+
+    The backward of the exchange adds the gradients of the tokens of all ranks of "ep", and the
+    reduction those of the other ranks. So the sum is one over all batches, whose number divides it.
+    """
+    for module in experts.modules_of(model).values():
+        unit = fully_shard(module, experts.data, reshard_after_forward=True, **options)
+        unit.set_gradient_divide_factor(batches)
 
 
 def _plan_of(config: Any, model: Any) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
@@ -19,7 +20,6 @@ _AXES = ("dp_replicate", "fsdp", "tp")
 # so each stage is loaded by its own call.
 _OTHER_SIZES = {
     "pp_size": "load each stage by itself: torch.distributed.pipelining takes parallel modules",
-    "ep_size": "pass a mesh, and a plan= in which ExpertParallel shards the experts",
 }
 
 
@@ -33,7 +33,7 @@ def mesh_of(config: Any) -> DeviceMesh:
 
     The axes are "dp_replicate", "fsdp" and "tp"; an axis may have a single rank. Each rank of the
     first two axes reads its own rows of a batch: `mesh["dp_replicate", "fsdp"].flatten()` counts
-    them.
+    them. Experts are divided among ranks of "fsdp" and "tp", so `ep_size` adds no axis.
 
     Args:
         config: a `transformers.distributed.DistributedConfig`.
@@ -41,8 +41,9 @@ def mesh_of(config: Any) -> DeviceMesh:
     Raises:
         LayoutError: if the value is not a `DistributedConfig`, or if the product of its sizes is
             not the number of ranks.
-        PlanError: if it has stages of a pipeline, expert parallelism or sequence parallelism. They
-            are configured elsewhere; the message names the place.
+        PlanError: if it has stages of a pipeline or sequence parallelism, which are configured
+            elsewhere; the message names the place. Also if `ep_size` is not a multiple of
+            `tp_size` that divides `fsdp_size * tp_size`.
 
     Example:
         >>> from transformers.distributed import DistributedConfig  # doctest: +SKIP
@@ -69,7 +70,19 @@ def mesh_of(config: Any) -> DeviceMesh:
     if prod(sizes) != ranks:
         named = " * ".join(f"{axis}_size={n}" for axis, n in zip(_AXES, sizes, strict=True))
         raise LayoutError(f"DistributedConfig: {named} is not the number of ranks, {ranks}")
+    _check_expert_ranks(config)
     return init_device_mesh(accelerator() or "cpu", sizes, mesh_dim_names=_AXES)
+
+
+def _check_expert_ranks(config: Any) -> None:
+    experts = getattr(config, "ep_size", None) or 1
+    tensor = config.tp_size or 1
+    both = tensor * (config.fsdp_size or 1)
+    if experts > 1 and (experts % tensor or both % experts):
+        raise PlanError(
+            f"DistributedConfig: ep_size={experts} must be a multiple of tp_size={tensor} and "
+            f"divide fsdp_size * tp_size={both}"
+        )
 
 
 def data_axes_of(mesh: DeviceMesh) -> DeviceMesh | None:
@@ -90,18 +103,32 @@ def plan_of(config: Any, model: Any) -> Plan | None:
     rules = config.tp_plan
     if rules is None or rules == "auto":
         return None
+    check_rules("tp_plan", rules, model, model.tp_plan)
+    # A rule of the configuration replaces the model's rule of the same name. The model may have no
+    # plan, and then the rules are the whole plan.
+    return {**(model.tp_plan or {}), **rules} if rules else {}
+
+
+def check_rules(
+    kind: str, rules: Mapping[str, str], model: Any, rules_of_model: Mapping[str, str] | None
+) -> None:
+    """Raise PlanError if a rule of a configuration names no module and no parameter.
+
+    Args:
+        kind: the attribute of the configuration.
+        rules: its rules.
+        model: the model.
+        rules_of_model: the model's own rules, examples of names for the message.
+    """
     names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
     # Example: the rule "layers.*.q" names the module "layers.0.q".
     unmatched = [rule for rule in rules if not any(map(pattern_of(rule).fullmatch, names))]
     if unmatched:
-        known = [*(model.tp_plan or names)][:3]
+        known = [*(rules_of_model or names)][:3]
         raise PlanError(
-            f"DistributedConfig: the rules {unmatched} of tp_plan name no module of "
+            f"DistributedConfig: the rules {unmatched} of {kind} name no module of "
             f"{type(model).__name__}; names are whole, such as {known}"
         )
-    # A rule of the configuration replaces the model's rule of the same name. The model may have no
-    # plan, and then the rules are the whole plan.
-    return {**(model.tp_plan or {}), **rules} if rules else {}
 
 
 def pattern_of(rule: str) -> re.Pattern[str]:

@@ -32,10 +32,17 @@ from shoal_tp_styles.internal import Adapter, Plan, apply_sharding, initialize_a
 from ..errors import CheckpointError
 from ..weights.loading import Loaded, Stored, load_sharded, stored_in
 from ..weights.saving import save_sharded
-from .checked_plan import choose_plan
+from .checked_plan import REMEDY, choose_plan
 from .checkpoint_files import find_files, source_of, stored_for
 from .data_axes import shard_over_data
 from .distributed_config import data_axes_of, is_distributed_config, mesh_of, plan_of
+from .expert_axes import (
+    EXPERTS_REMEDY,
+    expert_axes_of,
+    expert_rules_of,
+    parallelize_experts,
+    plan_of_tensor_axis,
+)
 from .unfilled_tensors import UnfilledTensors
 
 
@@ -63,7 +70,8 @@ def from_pretrained(  # noqa: PLR0913  # keyword-only arguments of transformers
             of torch first, by `shoal_dtensor.interop.mesh_from_torch`. It may also be a
             `DistributedConfig` of transformers; the configuration's `tp_plan` changes rules of the
             model's own plan. Then the model is also sharded over the data axes "dp_replicate" and
-            "fsdp", by its own `fsdp_plan` and that of the configuration.
+            "fsdp", by its own `fsdp_plan` and that of the configuration. With `ep_size` its experts
+            are divided among ranks of "fsdp" and "tp", by the `ep_plan` of both.
         plan: styles by path; the model's own plan if left out. Every rank proves the plan on a
             small copy of the model with random weights. If the model's own plan is missing or does
             not fit, an automatic plan is proven and used instead.
@@ -110,12 +118,10 @@ def from_pretrained(  # noqa: PLR0913  # keyword-only arguments of transformers
         model_dtype = _dtype(dtype, config, stored)
         model = _on_meta(_class_of(config, model_class), config, model_dtype)
         stored_by_name = stored_for(model, stored)
-        if plan is None and is_config:
-            plan = plan_of(device_mesh, model)
-        if data is None or mesh.size() > 1:
-            _parallelize(model, mesh, plan, allows_unmatched=is_config)
-        if data is not None:
-            shard_over_data(model, device_mesh, data)
+        if is_config:
+            _parallelize_by_config(model, whole_mesh, plan, device_mesh)
+        else:
+            _parallelize(model, mesh, plan, allows_unmatched=False)
         loaded = load_sharded(model, stored_by_name, strict=False)
     _check(model, loaded, strict=strict)
     _initialize_rest(model, mesh if data is None else whole_mesh.flatten())
@@ -125,14 +131,39 @@ def from_pretrained(  # noqa: PLR0913  # keyword-only arguments of transformers
     return (model, loaded) if output_loading_info else model
 
 
+def _parallelize_by_config(model: Any, mesh: DeviceMesh, plan: Plan | None, config: Any) -> None:
+    """Shard a model over the axes of the mesh of a `DistributedConfig`, in place."""
+    data = data_axes_of(mesh)
+    if plan is None:
+        plan = plan_of(config, model)
+    remedy = REMEDY
+    expert_rules = expert_rules_of(config, model)
+    experts = expert_axes_of(config, mesh, expert_rules)
+    if expert_rules:
+        own_plan = plan if plan is not None else model.tp_plan or {}
+        plan = plan_of_tensor_axis(own_plan, expert_rules, experts, model)
+        remedy = EXPERTS_REMEDY
+    if data is None or mesh["tp"].size() > 1:
+        _parallelize(model, mesh["tp"], plan, allows_unmatched=True, remedy=remedy)
+    if experts is not None:
+        parallelize_experts(model, experts)
+    if data is not None:
+        shard_over_data(model, config, data, experts)
+
+
 def _parallelize(
-    model: Any, mesh: DeviceMesh, plan: Plan | None, *, allows_unmatched: bool
+    model: Any,
+    mesh: DeviceMesh,
+    plan: Plan | None,
+    *,
+    allows_unmatched: bool,
+    remedy: str = REMEDY,
 ) -> None:
     with warnings.catch_warnings():
         # The plan of an architecture has entries for all its variants, so some match no module.
         if plan is None or allows_unmatched:
             warnings.simplefilter("ignore", UnmatchedPlanWarning)
-        chosen = choose_plan(model, mesh, plan)
+        chosen = choose_plan(model, mesh, plan, remedy=remedy)
         parallelize_module(model, mesh, chosen, src_data_rank=None)
 
 

@@ -1,0 +1,192 @@
+"""Covers: hf/expert_axes.py: experts of a model of transformers over the axes of a DistributedConfig."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_models import (
+    assert_same_values,
+    build_model,
+    naming,
+    needs_hf,
+    save_plain,
+    shared_directory,
+    token_batch,
+)
+from shoal_dtensor import DTensor, Shard, clip_grad_norm_, full_tensor
+from shoal_mesh import CommDebugMode, all_reduce
+from shoal_mesh.testing import counts, on_ranks
+from shoal_models import hf
+from shoal_tp_styles import PlanError
+
+pytestmark = needs_hf
+
+EAGER: dict[str, Any] = {
+    "experts_implementation": "eager"
+}  # the library's grouped product takes no float64
+# six experts on four ranks: (2, 2, 1, 1)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
+    "Qwen3Moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "head_dim": 4,
+        "moe_intermediate_size": 12,
+    },
+}
+# by name: the sizes, and how many ranks have rows of their own
+SIZES: dict[str, tuple[dict[str, Any], int]] = {
+    "all ranks": ({"fsdp_size": 4, "ep_size": 4}, 4),
+    "two of four": ({"fsdp_size": 4, "ep_size": 2}, 4),
+    "replicas": ({"dp_replicate_size": 2, "fsdp_size": 2, "ep_size": 2}, 4),
+    "tp": ({"fsdp_size": 2, "tp_size": 2, "ep_size": 2}, 2),
+    "tp and fsdp": ({"fsdp_size": 2, "tp_size": 2, "ep_size": 4}, 2),
+    "tp alone": ({"tp_size": 4, "ep_size": 4}, 1),
+}
+
+
+def config(**options: Any) -> Any:
+    from transformers.distributed import DistributedConfig
+
+    return DistributedConfig(**options)
+
+
+def mixture(family: str = "Mixtral", **changes: Any) -> Any:
+    """A mixture of experts whose routers do not send all tokens to the same experts."""
+    single = build_model(family, **{**FAMILIES[family], **changes})
+    single.set_experts_implementation("eager")
+    for param in single.parameters():
+        if not param.any():
+            nn.init.normal_(param, std=0.5)
+    return single
+
+
+@pytest.mark.parametrize("kind", SIZES)
+@pytest.mark.parametrize("family", FAMILIES)
+@on_ranks(4, timeout=300)
+def test_experts_train_as_in_one_process(family: str, kind: str, tmp_path: Path) -> None:
+    sizes, parts = SIZES[kind]
+    single = mixture(family)
+    home = save_plain(single, tmp_path)
+    model, loaded = hf.from_pretrained(home, config(**sizes), output_loading_info=True, **EAGER)
+    assert_same_values(model, single, atol=0)
+    # without its shards alone, a rank would read the experts of all ranks
+    whole = sum(param.nbytes for param in single.parameters())
+    assert loaded.bytes_read < 0.75 * whole
+    tokens = token_batch(8)
+    mesh = hf.mesh_of(config(**sizes))
+    part = mesh["dp_replicate", "fsdp"].flatten().get_local_rank()
+    rows = tokens.chunk(parts)[part]
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1, momentum=0.9) for each in (single, model)]
+    for _ in range(2):
+        expected = single(tokens, labels=tokens)
+        got = model(rows, labels=rows)
+        torch.testing.assert_close(got.logits, expected.logits.chunk(parts)[part])
+        mean = all_reduce(got.loss.detach(), (mesh.flatten(), 0), "avg")
+        torch.testing.assert_close(mean, expected.loss.detach())
+        expected.loss.backward()
+        got.loss.backward()
+        gradients = {name: param.grad for name, param in single.named_parameters()}
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(full_tensor(param.grad), gradients[name], msg=naming(name))
+        norm = nn.utils.clip_grad_norm_(single.parameters(), 0.5)
+        torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.5), norm)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_values(model, single, atol=1e-9)
+    saved = shared_directory(tmp_path) / "saved"
+    model.save_pretrained(saved)
+    again = type(single).from_pretrained(saved, dtype=torch.float64, **EAGER)
+    torch.testing.assert_close(again(tokens).logits, single(tokens).logits)
+
+
+def placements_of(model: Any) -> Any:
+    """The placements of a matrix of experts, by the axes of its mesh."""
+    weight = model.model.layers[0].mlp.experts.down_proj
+    assert isinstance(weight, DTensor)
+    return dict(zip(weight.device_mesh.axis_names, weight.placements, strict=True))
+
+
+@on_ranks(4, timeout=300)
+def test_sizes_and_rules_decide_which_ranks_have_which_experts(tmp_path: Path) -> None:
+    single = mixture()
+    home = save_plain(single, tmp_path)
+    tokens = token_batch()
+    expected = single(tokens).logits
+
+    def load(plan: Any = None, **options: Any) -> Any:
+        model = hf.from_pretrained(home, config(**options), plan, **EAGER)
+        with CommDebugMode() as counted:
+            torch.testing.assert_close(model(tokens).logits, expected)
+        return model, counts(counted)
+
+    exchanged, exchanges = load(fsdp_size=4, ep_size=4, ep_implementation="all_to_all")
+    assert placements_of(exchanged)["ep"] == Shard(0)
+    # of two layers
+    assert exchanges["all_to_all"] == 4
+    model, found = load(fsdp_size=2, tp_size=2, ep_size=4)
+    assert placements_of(model).keys() == {"efsdp", "ep", "tp"}
+    assert placements_of(model)["tp"].dim == 2
+    assert found["all_to_all"] == 4
+    model, found = load(fsdp_size=2, tp_size=2, ep_size=2, ep_implementation="all_reduce")
+    assert placements_of(model).keys() == {"fsdp", "tp"}
+    assert placements_of(model)["tp"] == Shard(0)
+    assert "all_to_all" not in found
+    # without an ep_size the plan of the model divides hidden features
+    assert placements_of(load(fsdp_size=2, tp_size=2)[0])["tp"].dim == 2
+    # other rules of the axis "tp", of the configuration or as a plan, leave the experts as they are
+    whole_experts = {"model.layers.*.mlp.experts": "replicate"}
+    cases: list[dict[str, Any]] = [
+        {"tp_plan": {}},
+        {"tp_plan": whole_experts},
+        {"plan": {}},
+        {"plan": whole_experts},
+    ]
+    for options in cases:
+        for ranks in (2, 4):
+            model, _ = load(fsdp_size=2, tp_size=2, ep_size=ranks, **options)
+            assert placements_of(model)["tp"] == Shard(0) or ranks == 4
+            assert ("ep" in placements_of(model)) is (ranks == 4)
+    attention = model.model.layers[0].self_attn.q_proj.weight
+    assert attention.device_mesh.axis_names == ("fsdp",)
+    # rules of the configuration change those of the model
+    exchanged_names = ("", ".gate_up_proj", ".down_proj")
+    whole = {f"model.layers.*.mlp.experts{name}": "replicate" for name in exchanged_names}
+    first = {"model.layers.0.mlp.experts": "ep_dispatch_experts"}
+    model, found = load(fsdp_size=4, ep_size=4, ep_plan={**whole, **first})
+    assert placements_of(model)["ep"] == Shard(0)
+    assert found["all_to_all"] == 2
+
+
+@on_ranks(2, timeout=300)
+def test_experts_that_cannot_be_divided_are_refused(tmp_path: Path) -> None:
+    home = save_plain(mixture(), tmp_path / "mixture")
+    dense = save_plain(build_model(), tmp_path / "dense")
+
+    def refuse(message: str, path: Path, **options: Any) -> None:
+        with pytest.raises(PlanError, match=message):
+            hf.from_pretrained(path, config(**options), **EAGER)
+
+    over_data = {"fsdp_size": 2, "ep_size": 2}
+    over_tensor = {"tp_size": 2, "ep_size": 2}
+    refuse("no rule of the ep_plan names experts of Llama", dense, **over_data)
+    names = ("", ".gate_up_proj", ".down_proj")
+    whole = {f"model.layers.*.mlp.experts{name}": "replicate" for name in names}
+    refuse("no rule of the ep_plan names experts of Mixtral", home, **over_data, ep_plan=whole)
+    refuse("of ep_plan name no module", home, **over_data, ep_plan={"experts": "grouped_gemm"})
+    for way, sizes, fitting in (
+        ("all_reduce", over_data, "all_to_all"),
+        ("all_to_all", over_tensor, "all_reduce"),
+        ("deepgemm_megamoe", over_tensor, "all_reduce"),
+    ):
+        message = f"ep_implementation='{way}' with ep_size=2 .*expected 'auto' or '{fitting}'"
+        refuse(message, home, **sizes, ep_implementation=way)
+    wrong = {"model.layers.*.self_attn": "ep_dispatch_experts"}
+    for sizes in (over_data, over_tensor):
+        refuse("does not fit .*or leave out ep_size", home, **sizes, ep_plan=wrong)
