@@ -190,3 +190,18 @@ def test_experts_that_cannot_be_divided_are_refused(tmp_path: Path) -> None:
     wrong = {"model.layers.*.self_attn": "ep_dispatch_experts"}
     for sizes in (over_data, over_tensor):
         refuse("does not fit .*or leave out ep_size", home, **sizes, ep_plan=wrong)
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp_size": 4}, {"fsdp_size": 2, "tp_size": 2}])
+@on_ranks(4, timeout=200)
+def test_ranks_with_prompts_of_different_lengths_generate_together(
+    sizes: dict[str, int], tmp_path: Path
+) -> None:
+    single = mixture()
+    sizes = {**sizes, "ep_size": 4}
+    model = hf.from_pretrained(save_plain(single, tmp_path), config(**sizes), **EAGER)
+    prompt = token_batch()[:1, : 3 + hf.mesh_of(config(**sizes)).get_local_rank("fsdp")]
+    how: dict[str, Any] = {"do_sample": False, "max_length": 9}
+    made = model.generate(prompt, attention_mask=torch.ones_like(prompt), **how)
+    expected = single.generate(prompt, attention_mask=torch.ones_like(prompt), **how)
+    assert torch.equal(made, expected)
