@@ -189,7 +189,7 @@ def test_accelerate_over_data_axes() -> None:
 
 def test_refusals_name_the_way_out() -> None:
     with pytest.raises(PlanError, match=r"has 2 processes .* inside `with hf.single_process"):
-        hf.prepare_accelerator(SimpleNamespace(num_processes=2))
+        hf.prepare_accelerator(SimpleNamespace(num_processes=2, is_fsdp2=False))
 
 
 def test_the_world_is_hidden_inside_the_block_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,8 @@ _COLLECTIVES = re.compile(
     r"torch/distributed/distributed_c10d\.py"
     r"|shoal_mesh/(shared_memory/channel|watch/backend_work)\.py"
 )
+_LOOP = re.compile(r"shoal_mesh/watch/peers\.py.* in wait_until")
+_MEMBERS = re.compile(r"shoal_mesh/watch/backend_work\.py.* in wait_for_members")
 _FILE = re.compile(r'File "([^"]+)"')
 _INSTALLED = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen"})
 
@@ -77,7 +79,10 @@ def _innermost_call(dump: str) -> str:
     for thread in others:
         if any(not _is_installed(path) for path in _FILE.findall(thread)):
             return ""
-    return next((line.strip() for line in main.splitlines() if "File " in line), "")
+    calls = [line.strip() for line in main.splitlines() if "File " in line]
+    # `wait_for_members` is at a fixed line while the loop of `wait_until`, which it calls, turns.
+    is_in_loop = len(calls) > 1 and _LOOP.search(calls[0]) and _MEMBERS.search(calls[1])
+    return calls[1] if is_in_loop else next(iter(calls), "")
 
 
 def _is_installed(path: str) -> bool:
