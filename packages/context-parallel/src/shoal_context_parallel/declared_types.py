@@ -40,7 +40,7 @@ def _declare_heads(outputs: Any, args: tuple[Any, ...]) -> None:
     for output, tensor, (source, target) in zip(outputs, tensors, moves, strict=True):
         if spmd.type_of(tensor) is None:
             continue
-        axis = spmd.axis_over(source.mesh.ranks_along(0), source.mesh.axis_names[0])
+        axis = spmd.axes_of(source.mesh)[0]
         _check_own_rows(tensor, axis)
         (dim,) = [sharding_dim for sharding_dim, _ in target.shard_order]
         kind = Shard(dim) if target.even else V

@@ -68,9 +68,7 @@ def type_of_parameter(spec: Spec, partial_over: Comm | None) -> spmd.TensorType:
     """
     reduced = None if partial_over is None else spmd.normalize_axis(partial_over)
     by_axis: dict[spmd.MeshAxis, AxisType] = {}
-    for index, placement in enumerate(spec.placements):
-        name = spec.mesh.axis_names[index]
-        axis = spmd.axis_over(spec.mesh.ranks_along(index), name)
+    for axis, placement in zip(spmd.axes_of(spec.mesh), spec.placements, strict=True):
         kind = spmd.type_of_placement(placement)
         if kind is R and axis != reduced:
             kind = I

@@ -17,13 +17,13 @@ May import: data_axes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
-from shoal_dtensor import DTensor, Partial, Placement, Replicate, Shard, Spec
+from shoal_dtensor import DTensor, Partial, Placement, Spec
 from shoal_dtensor.errors import LayoutError
-from shoal_mesh import DeviceMesh
 
 from .data_axes import DataAxes
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class DeclaredLayout(NamedTuple):
-    """The type of a parameter, its layout and its gradients' placements on the axes without data."""
+    """The type of a parameter, its layout and its gradient's placements, on axes without data."""
 
     type: spmd.TensorType
     parameter: Spec
@@ -58,63 +58,43 @@ def declared_layout(param: nn.Parameter, axes: DataAxes) -> DeclaredLayout | Non
     kept = [name for name in mesh.axis_names if name not in axes.names]
     if declared is None or not kept:
         return None
-    axis_of = {name: _axis(mesh, name) for name in mesh.axis_names}
-    _check_data_axes(declared, [axis_of[name] for name in kept])
-    placements = [_placement_of(declared, axis_of[name], name) for name in kept]
-    shape = list(param.shape)
-    for name, placement in zip(kept, placements, strict=True):
-        if isinstance(placement, Shard):
-            shape[placement.dim] *= mesh.size(mesh.axis_names.index(name))
-    index = {axis_of[name]: position for position, name in enumerate(kept)}
-    order: list[tuple[int, tuple[int, ...]]] = []
-    for dim, sharding in declared.dims.items():
-        sharding_axes = [index[axis] for axis in sharding if axis in index]
-        order.append((dim, tuple(sharding_axes)))
-    spec = Spec(
-        mesh[tuple(kept)], placements, shape, None, dtype=param.dtype, shard_order=tuple(order)
+    by_name = dict(zip(mesh.axis_names, spmd.axes_of(mesh), strict=True))
+    without_data = {name: by_name[name] for name in kept}
+    _check_types(declared, without_data)
+    axes_of_spec = [*without_data.values()]
+    spec = spmd.spec_of_type(
+        declared, mesh[tuple(kept)], axes_of_spec, param.shape, dtype=param.dtype
     )
     # placements of the spec tell the order of axes that shard one dim
-    gradient = [
-        Partial() if declared.by_axis.get(axis_of[name]) is R else placement
-        for name, placement in zip(kept, spec.placements, strict=True)
-    ]
+    gradient = [*spec.placements]
+    for index, axis in enumerate(axes_of_spec):
+        if declared.by_axis.get(axis) is R:
+            gradient[index] = Partial()
     return DeclaredLayout(declared, spec, tuple(gradient))
 
 
-def _axis(mesh: DeviceMesh, name: str) -> spmd.MeshAxis:
-    from shoal_dtensor.internal import spmd
+def _check_types(declared: spmd.TensorType, without_data: Mapping[str, spmd.MeshAxis]) -> None:
+    """Raise LayoutError unless a type is R on data axes, and R, I or a shard on the others.
 
-    return spmd.axis_over(mesh.ranks_along(mesh.axis_names.index(name)), name)
-
-
-def _check_data_axes(declared: spmd.TensorType, kept: list[spmd.MeshAxis]) -> None:
-    """Raise LayoutError if a type along data axes is not R."""
-    from shoal_dtensor.internal import R
+    Args:
+        declared: the type of a parameter.
+        without_data: the axes that are not data axes, by name.
+    """
+    from shoal_dtensor.internal import I, R, ShardType
 
     for axis, axis_type in declared.by_axis.items():
-        if axis not in kept and axis_type is not R:
+        if axis not in without_data.values() and axis_type is not R:
             raise LayoutError(
                 f"fully_shard: a parameter has the type {axis_type!r} over the data axis {axis!r}; "
                 "it must be R there, because each rank computes with its own rows"
             )
-
-
-def _placement_of(declared: spmd.TensorType, axis: spmd.MeshAxis, name: str) -> Placement:
-    """Return the placement of a parameter on one axis.
-
-    Raises:
-        LayoutError: if the type on the axis is missing, or neither R, I nor a shard.
-    """
-    from shoal_dtensor.internal import I, R, ShardType
-
-    axis_type: Any = declared.by_axis.get(axis)
-    if axis.size() == 1 or axis_type is I or axis_type is R:
-        return Replicate()
-    if isinstance(axis_type, ShardType):
-        return Shard(axis_type.dim)
-    has = "no type" if axis_type is None else f"the type {axis_type!r}"
-    raise LayoutError(
-        f"fully_shard: a parameter of type {declared!r} has {has} over {name!r}; expected R, I or "
-        "S(dim) on every axis that dp_mesh_dims does not name. Assert it with "
-        "shoal_spmd_types.assert_type before fully_shard"
-    )
+    for name, axis in without_data.items():
+        found: Any = declared.by_axis.get(axis)
+        if axis.size() == 1 or found is I or found is R or isinstance(found, ShardType):
+            continue
+        has = "no type" if found is None else f"the type {found!r}"
+        raise LayoutError(
+            f"fully_shard: a parameter of type {declared!r} has {has} over {name!r}; expected "
+            "R, I or S(dim) on every axis that dp_mesh_dims does not name. Assert it with "
+            "shoal_spmd_types.assert_type before fully_shard"
+        )

@@ -45,8 +45,7 @@ def declare_whole(
         return
     asserted = spmd.type_of(parameter) or declared
     by_axis = {} if asserted is None else {**asserted.by_axis}
-    for index, name in enumerate(mesh.axis_names):
-        axis = spmd.axis_over(mesh.ranks_along(index), name)
+    for axis in spmd.axes_of(mesh):
         # an axis that the program has asserted may join the ranks of several data axes
         if axis.size() > 1 and not any(axis <= wider for wider in by_axis):
             by_axis[axis] = R

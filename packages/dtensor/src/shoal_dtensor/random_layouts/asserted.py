@@ -14,14 +14,22 @@ from shoal_mesh import DeviceMesh
 
 from .._torch.tensors import unwatched_functions
 from ..errors import SpmdTypeError
-from ..layout.placements import Placement, Replicate
 from ..layout.spec import Spec
 from ..spmd.inference.messages import user_line
-from ..spmd.types.axis_types import AnyAxisType, I, R, Shard, V, placement_of
-from ..spmd.types.mesh_axes import AxisLike, MeshAxis, axis_over
+from ..spmd.inference.operand_layouts import spec_of_type
+from ..spmd.types.axis_types import AnyAxisType, I, R, Shard, V
+from ..spmd.types.mesh_axes import AxisLike, MeshAxis, axes_of
 from ..spmd.types.tensor_types import TensorType, describe_axes, read_type
 from ..tensor.dtensor import DTensor
-from .layouts import PLAIN, UNSEEN, LocalLayout, global_stride, layout_of, note_layout
+from .layouts import (
+    PLAIN,
+    UNSEEN,
+    LocalLayout,
+    global_stride,
+    layout_of,
+    note_layout,
+    shard_of,
+)
 
 
 def assert_layout(
@@ -55,7 +63,7 @@ def _asserted_layout(
 ) -> LocalLayout:
     """Return the layout of a plain tensor with an asserted type, or the layout that is known."""
     asserted = read_type(types, tensor.ndim, partition_spec)
-    axes = [axis_over(mesh.ranks_along(i), mesh.axis_names[i]) for i in range(mesh.ndim)]
+    axes = axes_of(mesh)
     present = layout_of(tensor)
     if present.spec is not None:
         _compare(present.spec, asserted, axes)
@@ -78,10 +86,10 @@ def _compare(spec: Spec, asserted: TensorType, axes: Sequence[MeshAxis]) -> None
         kind = asserted.by_axis.get(axis)
         if kind is None:
             continue
-        dim = getattr(spec.placements[index], "dim", None)
-        known = R if dim is None else Shard(dim)
+        shard = shard_of(spec, index)
+        known = R if shard is None else Shard(shard.dim)
         # I and R differ in their gradients only, and S(i) is more specific than V.
-        agrees = kind is known or (known is R and kind is I) or (kind is V and dim is not None)
+        agrees = kind is known or (known is R and kind is I) or (kind is V and shard is not None)
         if not agrees:
             raise SpmdTypeError(
                 f"{user_line()}: assert_type: the tensor is {known} over {axis!r}, but {kind} is "
@@ -93,21 +101,11 @@ def _layout_of_type(
     asserted: TensorType, axes: Sequence[MeshAxis], mesh: DeviceMesh, tensor: Tensor
 ) -> LocalLayout:
     """Return the layout of a tensor with a type over the axes of a mesh."""
-    placements: list[Placement] = []
-    shape = [*tensor.shape]
     for axis in axes:
         kind = asserted.by_axis.get(axis, R)
         if kind not in (R, I) and not isinstance(kind, Shard):
             return LocalLayout(unknown=f"it is asserted to be {kind} over {axis!r}")
-        if isinstance(kind, Shard):
-            shape[kind.dim] *= axis.size()
-        placements.append(placement_of(kind) or Replicate())
-    order = [
-        (dim, tuple([axes.index(axis) for axis in sharding if axis in axes]))
-        for dim, sharding in asserted.dims.items()
-    ]
-    kept = tuple([(dim, indices) for dim, indices in order if indices])
-    if not kept:
+    spec = spec_of_type(asserted, mesh, axes, tensor.shape, dtype=tensor.dtype)
+    if not spec.shard_order:
         return PLAIN
-    stride = global_stride(tensor, shape)
-    return LocalLayout(Spec(mesh, placements, shape, stride, dtype=tensor.dtype, shard_order=kept))
+    return LocalLayout(spec.with_(stride=global_stride(tensor, spec.shape)))

@@ -21,7 +21,7 @@ from ..tensor.autograd import FromLocal, ToLocal
 from .assertions import check_source, moved_type
 from .inference.messages import user_line
 from .types.axis_types import AnyAxisType, I, P, R, Shard, V, local_type, type_of_placement
-from .types.mesh_axes import MeshAxis, axis_over, normalize_axis
+from .types.mesh_axes import MeshAxis, axes_of, normalize_axis
 from .types.tensor_types import DimOrder, TensorType, set_type, tensors_in, type_of
 
 Declaration = Callable[[Any, tuple[Any, ...]], None]
@@ -116,8 +116,7 @@ def type_of_local(spec: Spec, grads: Sequence[Placement] | None) -> TensorType:
     """
     by_axis: dict[MeshAxis, AnyAxisType] = {}
     listed = (None,) * spec.mesh.ndim if grads is None else tuple(grads)
-    for index, (placement, grad) in enumerate(zip(spec.placements, listed, strict=True)):
-        axis = axis_over(spec.mesh.ranks_along(index), spec.mesh.axis_names[index])
+    for axis, placement, grad in zip(axes_of(spec.mesh), spec.placements, listed, strict=True):
         kind = type_of_placement(placement)
         if kind is R and not isinstance(grad, Partial):
             kind = I
@@ -133,10 +132,7 @@ def _declare_to_local(outputs: Any, args: tuple[Any, ...]) -> None:
 
 def _order_of(spec: Spec) -> DimOrder:
     """Return, for each dim that several axes shard evenly, these axes from the outermost."""
-    mesh = spec.mesh
-    axes = []
-    for index, name in enumerate(mesh.axis_names):
-        axes.append(axis_over(mesh.ranks_along(index), name))
+    axes = axes_of(spec.mesh)
     order: list[tuple[int, tuple[MeshAxis, ...]]] = []
     for dim, sharding in spec.shard_order:
         if len(sharding) > 1 and spec.even:
@@ -151,8 +147,7 @@ def _declare_from_local(outputs: Any, args: tuple[Any, ...]) -> None:
     spec: Spec = args[2]
     if type_of(local) is None or not local.requires_grad:
         return
-    for index, placement in enumerate(spec.placements):
-        axis = axis_over(spec.mesh.ranks_along(index), spec.mesh.axis_names[index])
+    for axis, placement in zip(axes_of(spec.mesh), spec.placements, strict=True):
         kind = type_of_placement(placement)
         if kind is not None:
             # the gradient of a replicated DTensor arrives complete

@@ -33,6 +33,7 @@ from .declared import (
 )
 from .inference.infer import infer_types
 from .inference.messages import hide_frames_of, user_line
+from .inference.operand_layouts import spec_of_type
 from .inference.operator_call import LocalOperatorCall, Operand, local_meta
 from .module_boundaries import BOUNDARY_FINDERS
 from .types.axis_types import (
@@ -56,7 +57,7 @@ from .types.mesh_axes import (
     AxisLike,
     CurrentMesh,
     MeshAxis,
-    axis_over,
+    axes_of,
     flatten_axes,
     normalize_axis,
     normalize_mesh,

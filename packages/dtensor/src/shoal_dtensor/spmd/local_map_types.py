@@ -16,7 +16,7 @@ from ..tensor.dtensor import DTensor
 from .assertions import check_source
 from .declared import type_of_local
 from .types.axis_types import I, R, type_of_placement
-from .types.mesh_axes import axis_over
+from .types.mesh_axes import axes_of
 from .types.tensor_types import set_type, type_of
 
 
@@ -54,8 +54,7 @@ def check_outputs(result: Any, placements: Any, mesh: DeviceMesh) -> None:
 
 def _check_output(output: Tensor, placements: Sequence[Placement], mesh: DeviceMesh) -> None:
     """Raise an error if the type of an output does not fit its placements."""
-    for index, placement in enumerate(placements):
-        axis = axis_over(mesh.ranks_along(index), mesh.axis_names[index])
+    for axis, placement in zip(axes_of(mesh), placements, strict=True):
         kind = type_of_placement(placement)
         if kind is None or axis.size() == 1:
             continue

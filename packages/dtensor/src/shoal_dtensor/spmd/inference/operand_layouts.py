@@ -11,6 +11,8 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
+import torch
+
 from shoal_mesh import DeviceMesh, abstract_mesh
 
 from ...layout.dim_sharding import StridedDimSharding
@@ -51,15 +53,36 @@ def spec_of_operand(operand: Operand, axes: tuple[MeshAxis, ...]) -> Spec:
         operand: an operand whose type is R, I, P or S(i) on each of the axes.
         axes: the mesh axes.
     """
-    mesh = mesh_over(axes)
-    shape = [*operand.meta.shape]
-    if operand.tensor_type is None:
-        everywhere = [Replicate()] * len(axes)
-        return Spec(mesh, everywhere, shape, None, dtype=operand.meta.dtype)
+    # A stride only decides whether a view is possible, and the view was possible for the local
+    # tensors.
+    declared = operand.tensor_type or TensorType({})
+    meta = operand.meta
+    return spec_of_type(declared, mesh_over(axes), axes, meta.shape, dtype=meta.dtype)
+
+
+def spec_of_type(
+    tensor_type: TensorType,
+    mesh: DeviceMesh,
+    axes: Sequence[MeshAxis],
+    local_shape: Sequence[int],
+    *,
+    dtype: torch.dtype,
+) -> Spec:
+    """Return the contiguous layout of the global tensor of which ranks have parts of a type.
+
+    Args:
+        tensor_type: the type of a rank's part: R, I, P or S(i) on each of the axes. On an axis that
+            the type lacks the part is R.
+        mesh: the mesh of the layout.
+        axes: its axes, in order.
+        local_shape: the shape of a part; all ranks have equal ones.
+        dtype: the dtype.
+    """
+    shape = [*local_shape]
     placements: list[Placement] = []
     folded: dict[int, Placement] = {}
     for index, axis in enumerate(axes):
-        axis_type = operand.on(axis)
+        axis_type = tensor_type.by_axis.get(axis, R)
         if isinstance(axis_type, SHARDS):
             shape[axis_type.dim] *= axis.size()
         if isinstance(axis_type, FoldedShard):
@@ -68,13 +91,10 @@ def spec_of_operand(operand: Operand, axes: tuple[MeshAxis, ...]) -> Spec:
         else:
             placements.append(placement_of(axis_type) or Replicate())
     order = []
-    for dim, sharding in operand.tensor_type.dims.items():
+    for dim, sharding in tensor_type.dims.items():
         indices = tuple([axes.index(axis) for axis in sharding if axis in axes])
         if indices:
             order.append((dim, indices))
-    # The spec is contiguous. A stride only decides whether a view is possible, and the view was
-    # possible for the local tensors.
-    dtype = operand.meta.dtype
     spec = Spec(mesh, placements, shape, None, dtype=dtype, shard_order=tuple(order))
     if not folded:
         return spec

@@ -107,6 +107,11 @@ def axis_over(ranks: Sequence[int], name: str = "") -> MeshAxis:
     return axis
 
 
+def axes_of(mesh: DeviceMesh) -> list[MeshAxis]:
+    """Return the axes of a mesh in order, and note their names."""
+    return [axis_over(mesh.ranks_along(index), name) for index, name in enumerate(mesh.axis_names)]
+
+
 def flatten_axes(axes: Iterable[MeshAxis]) -> MeshAxis:
     """Return the axis that joins all ranks of several orthogonal axes."""
     offsets = [0]
