@@ -290,6 +290,11 @@ def is_live(group: ProcessGroup) -> bool:
     return group in _c10d._world.pg_map
 
 
+def is_on_gloo(group: ProcessGroup) -> bool:
+    """Return whether the group is one of torch's own class whose gloo backend sends CPU tensors."""
+    return type(group) is ProcessGroup and "cpu:gloo" in backend_config(group).split(",")
+
+
 def abort(group: ProcessGroup) -> None:
     """End the running collectives of a group, as far as its backends can."""
     # a group of a Python class may lack the method, or inherit one that refuses

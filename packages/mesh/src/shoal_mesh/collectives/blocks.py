@@ -67,7 +67,7 @@ def all_to_all_blocks(blocks: Blocks, comm: Along, out: Blocks) -> Blocks:
     """
     comm = comm if type(comm) is Comm else resolve(comm)
     has_subclasses = _check(blocks, comm, out)
-    if loses_gradient(*chain.from_iterable(blocks), *chain.from_iterable(out)):
+    if loses_gradient(chain.from_iterable((*blocks, *out))):
         received = [_empty_like(outputs) for outputs in out]
         refuse_gradient(partial(all_to_all_blocks, blocks, comm, received))
     if has_subclasses:
@@ -229,7 +229,7 @@ def unpack_blocks(flat: Tensor, out: Sequence[Tensor]) -> None:
     for tensor in (flat, *out):
         if type(tensor) is not Tensor or not is_dense(tensor):
             check_operand(tensor)
-    if loses_gradient(flat, *out):
+    if loses_gradient((flat, *out)):
         raise CollectiveError(LOST_GRADIENT)
     if flat.shape != (_count(out),):
         shapes = [tuple(block.shape) for block in out]

@@ -100,7 +100,7 @@ def all_reduce_(
         [[1.0, 1.0], [1.0, 1.0]]
     """
     comm = checked(tensor, comm)
-    if calls.loses_gradient(tensor):
+    if calls.loses_gradient([tensor]):
         calls.refuse_gradient(partial(all_reduce, tensor, comm, op))
     recipe = reduction(tensor.dtype, op)
     if comm.size == 1:
@@ -313,7 +313,7 @@ def broadcast(tensor: Tensor, comm: Along, src: int = 0) -> Tensor:
     """
     comm = checked(tensor, comm)
     calls.check_root(src, comm, "src")
-    if calls.loses_gradient(tensor):
+    if calls.loses_gradient([tensor]):
         calls.refuse_gradient(partial(broadcast, tensor, comm, src))
     copy = tensor.clone(memory_format=torch.contiguous_format)
     if comm.size == 1:

@@ -75,7 +75,7 @@ def start_packed(
     """
     comm = checked_each(tensors, comm, "a packed collective takes a list of flat tensors")
     _check_flat(kind, tensors, comm)
-    if calls.loses_gradient(*tensors):
+    if calls.loses_gradient(tensors):
         again = partial(start_packed, kind, [*tensors], comm, sizes)
         calls.refuse_gradient(partial(again, op=op, background=background))
     dtype = tensors[0].dtype
@@ -196,7 +196,7 @@ def _coalesced(
     op: str = "",
 ) -> list[Tensor]:
     """Call `run` with the tensors of each dtype; return the results in the order of the tensors."""
-    if calls.loses_gradient(*tensors):
+    if calls.loses_gradient(tensors):
         calls.refuse_gradient(partial(_coalesced, name, tensors, comm, run, dim=dim, op=op))
     positions: dict[torch.dtype, list[int]] = {}
     for i, tensor in enumerate(tensors):

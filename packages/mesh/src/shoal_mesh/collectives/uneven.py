@@ -260,7 +260,7 @@ def scatter(tensors: Sequence[Tensor] | None, comm: Along, src: int = 0, *, out:
     """
     comm = checked(out, comm, "out")
     check_root(src, comm, "src")
-    if calls.loses_gradient(out):
+    if calls.loses_gradient([out]):
         received = torch.empty_like(out)
         calls.refuse_gradient(partial(scatter, tensors, comm, src, out=received))
     taken = "scatter takes a list of tensors on the source, None elsewhere"
@@ -328,7 +328,7 @@ def gather(tensor: Tensor, comm: Along, dst: int = 0) -> list[Tensor] | None:
     """
     comm = checked(tensor, comm)
     check_root(dst, comm, "dst")
-    if calls.loses_gradient(tensor):
+    if calls.loses_gradient([tensor]):
         calls.refuse_gradient(partial(gather, tensor, comm, dst))
     if comm.size == 1:
         return [tensor.clone(memory_format=torch.contiguous_format)]
@@ -369,7 +369,7 @@ def permute(tensor: Tensor, comm: Along, targets: Sequence[int]) -> Tensor:
     """
     comm = checked(tensor, comm)
     check_targets(targets, comm)
-    if calls.loses_gradient(tensor):
+    if calls.loses_gradient([tensor]):
         calls.refuse_gradient(partial(permute, tensor, comm, targets))
     count = tensor.numel()
     send = [0] * comm.size

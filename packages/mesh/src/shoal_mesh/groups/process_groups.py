@@ -210,8 +210,6 @@ class Comm:
             order = _order_in_group(group, ranks, world.rank())
             ranks = tuple(ranks)
         backend = _torch.backend_config(group)
-        is_of_torch = type(group) is ProcessGroup
-        has_gloo = "cpu:gloo" in backend.split(",")
         comm = cls(
             _group=group,
             name=group.group_name,
@@ -221,8 +219,8 @@ class Comm:
             line=ranks,
             order=order,
             backend=backend,
-            on_gloo=is_of_torch and has_gloo,
-            in_python=not is_of_torch and not group._device_types,
+            on_gloo=_torch.is_on_gloo(group),
+            in_python=type(group) is not ProcessGroup and not group._device_types,
             _world=world,
             _place=world_place(),
             _choice=choice,

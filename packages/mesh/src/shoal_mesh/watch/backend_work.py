@@ -100,8 +100,7 @@ def wait_for_members(work: Work, group: ProcessGroup, text: str) -> None:
     Raises:
         PeerError: the call has failed, or ranks wait for each other in different collectives.
     """
-    is_watched = type(group) is ProcessGroup
-    if is_watched and "cpu:gloo" in _torch.backend_config(group).split(","):
+    if _torch.is_on_gloo(group):
         ranks = _torch.ranks_in_order(group)
         others = [rank for rank in ranks if rank != ranks[group.rank()]]
         call = f"{text} of group {group.group_name}"
