@@ -54,8 +54,8 @@ class InFlight(Tensor):
             wrappers[id(tensor)] = value
             return tensor
 
-        given, named = pytree.tree_map(read, (args, {**(kwargs or {})}))
-        out = func(*given, **named)
+        positional, named = pytree.tree_map(read, (args, {**(kwargs or {})}))
+        out = func(*positional, **named)
         # An operator that writes to its argument returns this argument.
         return wrappers.get(id(out), out)
 

@@ -223,10 +223,10 @@ def assert_type(
 ) -> Any:
     """Give a tensor a type, or compare a type with the one that the tensor has.
 
-    S(i) refines V; other types must be equal. Outside of `typecheck` the function does nothing, with
-    two exceptions. A parameter without a type gets one, because programs make parameters before
-    they enter `typecheck`. In the forward of a parallel module that draws random numbers, the type
-    is the layout by which a rank draws its shard of one device's numbers.
+    S(i) refines V; other types must be equal. Outside of `typecheck` the function does nothing,
+    with two exceptions. A parameter without a type gets one, because programs make parameters
+    before they enter `typecheck`. In the forward of a parallel module that draws random numbers,
+    the type is the layout by which a rank draws its shard of one device's numbers.
 
     Args:
         tensor: a tensor, or a list or tuple of tensors.

@@ -1,8 +1,8 @@
 """SPMD types of gathered parameters, for a checker of the plain code that reads them.
 
 `shoal_dtensor.spmd.types.axis_types` explains the types. Each rank computes with a gathered
-parameter on its own rows, and the gradient is summed over the ranks: the type along the data axes is
-R. Along other axes a gathered parameter has the type that the program has asserted for the
+parameter on its own rows, and the gradient is summed over the ranks: the type along the data axes
+is R. Along other axes a gathered parameter has the type that the program has asserted for the
 parameter.
 
 May import: nothing.

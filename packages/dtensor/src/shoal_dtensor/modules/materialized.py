@@ -1,4 +1,4 @@
-"""The error on parameters and buffers that are on the meta device when a module's forward begins."""
+"""The error on parameters and buffers that are on the meta device when a forward begins."""
 
 from __future__ import annotations
 

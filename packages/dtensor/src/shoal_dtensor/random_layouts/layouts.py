@@ -45,9 +45,9 @@ AnyShard = Shard | StridedShard
 class LocalLayout(TensorNote):
     """The known layout of a local tensor.
 
-    In terms of the types of plain tensors (`spmd.types.axis_types`), a dim that `spec` shards is S(i) with
-    the sizes of all shards, `drawn` numbers are R, a fused output has `Parts`, and a tensor of
-    unknown layout is V.
+    In terms of the types of plain tensors (`spmd.types.axis_types`), a dim that `spec` shards is
+    S(i) with the sizes of all shards, `drawn` numbers are R, a fused output has `Parts`, and a
+    tensor of unknown layout is V.
     """
 
     # the spec of the global tensor; None if it is unknown, or if the tensor is not known to be

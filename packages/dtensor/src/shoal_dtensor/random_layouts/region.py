@@ -55,8 +55,15 @@ def watch_draws(root: nn.Module, batch_axes: DeviceMesh | None = None) -> None:
         if drawers_inside:
             inner = forward_of(module)
             # a program may have replaced the forward of the class in this instance
-            own = vars(module).get("forward") if inner is None else None
-            region = DrawRegion(module, inner, drawers_inside, meshes, batch=batch, own=own)
+            instance_forward = vars(module).get("forward") if inner is None else None
+            region = DrawRegion(
+                module,
+                inner,
+                drawers_inside,
+                meshes,
+                batch=batch,
+                instance_forward=instance_forward,
+            )
             set_forward(module, region)
 
 
@@ -66,14 +73,14 @@ def unwatch_draws(root: nn.Module) -> None:
         region = forward_of(module)
         if isinstance(region, DrawRegion):
             set_forward(module, region.inner)
-            if region.own is not None:
-                module.__dict__["forward"] = region.own
+            if region.instance_forward is not None:
+                module.__dict__["forward"] = region.instance_forward
 
 
 class DrawRegion(ModuleForward):
     """The forward of a module under which code may draw."""
 
-    __slots__ = ("arrived", "batch", "drawers", "meshes", "own")
+    __slots__ = ("arrived", "batch", "drawers", "instance_forward", "meshes")
 
     sampling: ClassVar[Literal["watched"]] = "watched"
 
@@ -84,11 +91,11 @@ class DrawRegion(ModuleForward):
         drawers: list[nn.Module],
         meshes: Sequence[DeviceMesh],
         batch: DeviceMesh | None,
-        own: Callable[..., Any] | None = None,
+        instance_forward: Callable[..., Any] | None = None,
     ) -> None:
         super().__init__(module, meshes[0], inner)
         # the forward that the program has given to this instance; None for the one of its class
-        self.own: Callable[..., Any] | None = own
+        self.instance_forward: Callable[..., Any] | None = instance_forward
         self.drawers: list[nn.Module] = drawers  # the modules whose code may draw
         # the axes that shard activations of the tree, each as a mesh of one axis
         self.meshes: tuple[DeviceMesh, ...] = tuple(meshes)
@@ -102,13 +109,20 @@ class DrawRegion(ModuleForward):
         return "random numbers as on one device"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        state = (self.module, self.inner, self.drawers, self.meshes, self.batch, self.own)
+        state = (
+            self.module,
+            self.inner,
+            self.drawers,
+            self.meshes,
+            self.batch,
+            self.instance_forward,
+        )
         return DrawRegion, state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         clone = super().__deepcopy__(memo)
         clone.drawers = deepcopy(self.drawers, memo)
-        clone.own = deepcopy(self.own, memo)
+        clone.instance_forward = deepcopy(self.instance_forward, memo)
         clone.arrived = {}
         return clone
 
@@ -130,8 +144,8 @@ class DrawRegion(ModuleForward):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward, unwatched."""
         module = self.module
-        if self.own is not None:
-            return self.own(*args, **kwargs)
+        if self.instance_forward is not None:
+            return self.instance_forward(*args, **kwargs)
         if self.inner is None:
             return type(module).forward(module, *args, **kwargs)
         return self.inner(*args, **kwargs)

@@ -318,7 +318,7 @@ class _TensorComparison:
     def _judge(
         self, step: int, kind: str, name: str, copies: Sequence[RankCopy], *, expected: Expected
     ) -> None:
-        """Compare the copies of one logical tensor with its expected values; explain them if wrong."""
+        """Compare the copies of one tensor with its expected values; explain them if wrong."""
         copies = [copy for copy in copies if copy.values.shape == copy.index.shape]
         if not copies:
             return

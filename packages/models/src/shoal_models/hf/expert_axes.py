@@ -79,8 +79,8 @@ def expert_rules_of(config: Any, model: Any) -> dict[str, str]:
     rules = {**rules_of_model, **changes}
     if not _modules_that_match(_rules_of_experts(rules), model):
         raise PlanError(
-            f"DistributedConfig: ep_size={config.ep_size}, but no rule of the ep_plan names experts "
-            f"of {type(model).__name__} with the style {_OF_MODULE!r} or {_OF_PARAMETER!r}, got "
+            f"DistributedConfig: ep_size={config.ep_size}, but no rule of the ep_plan names "
+            f"experts of {type(model).__name__} with the style {_OF_MODULE!r} or {_OF_PARAMETER!r}, got "
             f"{rules}; pass ep_plan={{...}} with the names of its experts, or leave out ep_size"
         )
     return rules

@@ -99,8 +99,8 @@ def emit(
 
     Raises:
         EmissionError: if the forward reads values of tensors, draws random numbers, or writes in
-            place to its inputs or buffers; if a tensor does not have shards of equal sizes; or if there is no
-            typed collective for a move.
+            place to its inputs or buffers; if a tensor does not have shards of equal sizes; or if
+            there is no typed collective for a move.
         ArgumentValueError: if a name of the plan matches nothing.
 
     Example:

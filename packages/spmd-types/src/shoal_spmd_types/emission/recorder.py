@@ -133,7 +133,7 @@ class ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of
     def move(self, local: Tensor, plan: Plan) -> Tensor:
         """Record a redistribution, and return a tensor of the shape of its result.
 
-        A plan without steps, such as a gather along an axis of one rank, leaves the tensor as it is.
+        A plan without steps, such as a gather along an axis of one rank, keeps the tensor.
         """
         takes_gradient = self.value_of(local).takes_gradient
         if not plan.steps and (torch.is_grad_enabled() or not takes_gradient):
@@ -185,8 +185,8 @@ class ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of
             return func(*args, **kwargs)
         if name == "aten::lift_fresh" and id(args[0]) not in self._values:
             raise EmissionError(
-                f"emit: {self.path or 'the root module'} makes a tensor of numbers, by torch.tensor "
-                "or by an assignment x[...] = number, and the program has no name for it; register "
+                f"emit: {self.path or 'the root module'} makes a tensor of numbers, by "
+                "torch.tensor or by an assignment x[...] = number, and the program has no name for it; register "
                 "it as a buffer, or write x[...].fill_(number)"
             )
         if signature_of(func).is_mutable and not signature_of(self._operator).is_mutable:
@@ -268,7 +268,7 @@ class ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of
         return self._values[id(tensor)] is self._values[id(view.source)]
 
     def _check_write(self, func: Any, base: Tensor, views: Sequence[View]) -> None:
-        """Refuse a write that is seen outside of the forward, or that has no form without a write."""
+        """Refuse a write that is seen outside of the forward, or has no form without a write."""
         where = f"emit: {func} in {self.path or 'the root module'} writes in place to"
         value = self.value_of(base)
         if value.parameter or value.is_input:

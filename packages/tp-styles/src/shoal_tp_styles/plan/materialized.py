@@ -1,4 +1,4 @@
-"""The check of a parallel module's first forward: its parameters and buffers have left the meta device.
+"""The check of a module's first forward: parameters and buffers have left the meta device.
 
 A module may be made parallel on the meta device and get its values later. Torch's operators would
 otherwise fail with an error that names no tensor, or return results without values. A hook of the

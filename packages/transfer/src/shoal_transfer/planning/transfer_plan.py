@@ -245,7 +245,7 @@ class TransferPlan:
         return html_text(self.explain())
 
     def _count_bytes(self) -> tuple[Counter[_RankPair], int]:
-        """Return the bytes that each pair of ranks exchanges, and the bytes that stay inside ranks."""
+        """Return the bytes that pairs of ranks exchange, and the bytes that stay inside ranks."""
         pairs = Counter[_RankPair]()
         local = 0
         uses = Counter(id(tensor.table) for tensor in self.tensors)

@@ -144,8 +144,8 @@ def _replicated_result(call: LocalOperatorCall, axis: MeshAxis) -> AnyAxisType:
         raise SpmdTypeError(
             f"{describe_call(call, axis)}: R and I cannot be combined. The gradient of R is a "
             "partial sum and the gradient of I is complete, so one of the two would be wrong. Way "
-            f"out: convert the I operand, convert(x, {axis.argument}, src=I, dst=R), whose backward sums "
-            "the ranks' gradients"
+            f"out: convert the I operand, convert(x, {axis.argument}, src=I, dst=R), whose backward "
+            "sums the ranks' gradients"
         )
     return deciding.pop() if deciding else R
 
@@ -158,14 +158,15 @@ def _refuse_invariant(call: LocalOperatorCall, axis: MeshAxis) -> None:
         if operand.on(axis) is I and P in {other.on(axis) for other in call.operands}:
             raise SpmdTypeError(
                 f"{describe_call(call, axis)}: I cannot be combined with P, an addend of a sum that "
-                f"is not done yet. Way out: all_reduce(x, {axis.argument}, src=P, dst=I) for the P operand"
+                f"is not done yet. Way out: all_reduce(x, {axis.argument}, src=P, dst=I) for the P "
+                "operand"
             )
         if operand.on(axis) is I:
             raise SpmdTypeError(
                 f"{describe_call(call, axis)}: I cannot be combined with types that differ "
                 "between ranks. The gradient of the I operand would be one rank's addend instead "
-                f"of the sum. Way out: convert(x, {axis.argument}, src=I, dst=R), whose backward sums "
-                "the ranks' gradients"
+                f"of the sum. Way out: convert(x, {axis.argument}, src=I, dst=R), whose backward "
+                "sums the ranks' gradients"
             )
 
 
@@ -177,7 +178,8 @@ def _varying_result(call: LocalOperatorCall, axis: MeshAxis) -> AnyAxisType:
         raise SpmdTypeError(
             f"{describe_call(call, axis)}: P cannot be combined with V, because every rank would "
             "use its own addend as if it were the sum. Way out: reduce the P operand first, "
-            f"all_reduce(x, {axis.argument}, src=P, dst=R) or reduce_scatter(x, {axis.argument}, src=P, dst=V)"
+            f"all_reduce(x, {axis.argument}, src=P, dst=R) or "
+            f"reduce_scatter(x, {axis.argument}, src=P, dst=V)"
         )
     return V
 

@@ -102,8 +102,8 @@ def _move(name: str, axis: MeshAxis, layouts: tuple[Spec, Spec], index: int) -> 
         return ""
     if before is P and after is R:
         return (
-            f"{name} is P over {axis!r}: all_reduce(x, {axis.argument}, src=P, dst=R), or reduce_scatter "
-            f"it; without that each rank uses its addend, and its gradient would be counted "
+            f"{name} is P over {axis!r}: all_reduce(x, {axis.argument}, src=P, dst=R), or "
+            f"reduce_scatter it; without that each rank uses its addend, and its gradient would be counted "
             f"{axis.size()} times"
         )
     if isinstance(before, Shard) and after is R:
@@ -145,16 +145,18 @@ def way_from(axis: MeshAxis, present: AnyAxisType, wanted: AnyAxisType) -> str:
             return f"{advice}; or sum instead of the mean, which is P, and divide by all elements"
         return advice
     if is_shard and isinstance(wanted, Shard):
-        return f"pass src={present}, or all_to_all(x, {axis.argument}, src={present}, dst={wanted}) first"
+        move = f"all_to_all(x, {axis.argument}, src={present}, dst={wanted})"
+        return f"pass src={present}, or {move} first"
     if is_shard and wanted is P:
         return (
-            f"shards are joined by all_gather(x, {axis.argument}, src={present}, dst=R), not summed; P are "
-            "addends, such as the product of two operands that are sharded along the summed dim"
+            f"shards are joined by all_gather(x, {axis.argument}, src={present}, dst=R), not summed; "
+            "P are addends, such as the product of two operands that are sharded along the summed dim"
         )
     if is_shard and wanted in (R, I):
         return f"all_gather(x, {axis.argument}, src={present}, dst={wanted})"
     if present is V and isinstance(wanted, Shard):
-        return f"assert_type(x, {{{axis.argument}: {wanted}}}), if it is a shard of equal size on all ranks"
+        assertion = f"assert_type(x, {{{axis.argument}: {wanted}}})"
+        return f"{assertion}, if it is a shard of equal size on all ranks"
     if present in (R, I) and wanted is P:
         return "leave the reduction out: the tensor is whole on every rank"
     if (present is I and wanted is R) or (present in (R, I) and isinstance(wanted, Shard)):
