@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration_tests.titan import degrees, migrated, pipeline, train
+from integration_tests import titan
+from integration_tests.titan import migrated, train
 from integration_tests.titan_rank import BATCH, Run
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
@@ -29,25 +30,32 @@ PROGRAM = "integration_tests.titan_rank_0_3"
 BAR = 1e-11
 STEPS = 3
 
+# meshes of torchtitan 0.2 whose entries of the configuration have the same names
+SHARED = (
+    "fsdp4",
+    "fsdp2 x tp2",
+    "hsdp2x2",
+    "ddp4",
+    "tp4",
+    "hsdp2x2 x tp2",
+    "fsdp2 x tp2, accumulated",
+    "pp2 x fsdp2",
+    "pp2 x fsdp2, interleaved",
+)
 MESHES: Mapping[str, tuple[int, Mapping[str, Any]]] = {
-    "fsdp4": (4, degrees(shard=4)),
-    "fsdp2 x tp2": (4, degrees(shard=2, tp=2)),
-    "hsdp2x2": (4, degrees(replicate=2, shard=2)),
-    "ddp4": (4, degrees(replicate=4)),
-    "tp4": (4, degrees(tp=4)),
+    **{name: titan.MESHES[name] for name in SHARED},
     "tp4 without sequence parallel": (
         4,
-        degrees(tp=4) | {"parallelism.enable_sequence_parallel": False},
+        titan.degrees(tp=4) | {"parallelism.enable_sequence_parallel": False},
     ),
-    "hsdp2x2 x tp2": (8, degrees(replicate=2, shard=2, tp=2)),
-    "fsdp2 x tp2, accumulated": (4, degrees(shard=2, tp=2) | {"training.local_batch_size": 1}),
-    "fsdp2 x tp2, checkpointed": (4, degrees(shard=2, tp=2) | {"activation_checkpoint": "full"}),
+    "fsdp2 x tp2, checkpointed": (
+        4,
+        titan.degrees(shard=2, tp=2) | {"activation_checkpoint": "full"},
+    ),
     "fsdp2 x tp2, selective": (
         4,
-        degrees(shard=2, tp=2) | {"activation_checkpoint": "selective"},
+        titan.degrees(shard=2, tp=2) | {"activation_checkpoint": "selective"},
     ),
-    "pp2 x fsdp2": (4, degrees(pp=2, shard=2) | pipeline("1F1B")),
-    "pp2 x fsdp2, interleaved": (4, degrees(pp=2, shard=2) | pipeline("Interleaved1F1B", 1)),
 }
 WITH_DTENSORS = ("fsdp2 x tp2", "hsdp2x2", "tp4")
 CASES = [

@@ -205,6 +205,16 @@ def replaced(arguments: Any, fields: dict[str, Any]) -> Any:
     return dataclasses.replace(arguments, **values)
 
 
+def run_trainer(trainer: Any, run: Run) -> None:
+    """Train, or save the checkpoint that all runs start from; end the process group."""
+    if run.out is None:
+        trainer.checkpointer.save(curr_step=0, last_step=True)
+    else:
+        trainer.train()
+    trainer.close()
+    torch.distributed.destroy_process_group()
+
+
 def main(path: str) -> None:
     run = Run(**json.loads(Path(path).read_text(encoding="utf-8")))
     prepare(run)
@@ -229,13 +239,7 @@ def main(path: str) -> None:
         build_metrics_processor_fn=lambda *_: metrics,
     )
     train_spec.register_train_spec("exchanged", exchanged)
-    trainer = Trainer(config)
-    if run.out is None:
-        trainer.checkpointer.save(curr_step=0, last_step=True)
-    else:
-        trainer.train()
-    trainer.close()
-    torch.distributed.destroy_process_group()
+    run_trainer(Trainer(config), run)
 
 
 if __name__ == "__main__":

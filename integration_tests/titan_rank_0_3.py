@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from integration_tests.titan_rank import SEQUENCE, Metrics, Run, Tokens, prepare
+from integration_tests.titan_rank import (
+    SEQUENCE,
+    Metrics,
+    Run,
+    Tokens,
+    prepare,
+    run_trainer,
+)
 
 # fields of the configuration; a run's own fields stand over them
 DEFAULTS = {
@@ -130,13 +137,7 @@ def main(path: str) -> None:
     prepare_torch()
     from torchtitan.trainer import Trainer
 
-    trainer = Trainer(configured(run))
-    if run.out is None:
-        trainer.checkpointer.save(curr_step=0, last_step=True)
-    else:
-        trainer.train()
-    trainer.close()
-    torch.distributed.destroy_process_group()
+    run_trainer(Trainer(configured(run)), run)
 
 
 if __name__ == "__main__":

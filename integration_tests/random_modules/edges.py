@@ -7,8 +7,8 @@ same model, plan and optimizer with edges and without.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from random import Random
@@ -20,19 +20,17 @@ from integration_tests.random_modules.placing import place_tensor
 from integration_tests.random_modules.program import Program
 from integration_tests.random_modules.train import Run
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from random_specs import draw_spec
+from settings_and_refusals import Watcher, default_dtype, deterministic, unless_refused
 from shoal_dtensor import (
     DTensor,
     Replicate,
-    ShoalTensorError,
     distribute_tensor,
     full_tensor,
     local_map,
     zeros,
 )
-from shoal_dtensor.errors import OperatorArgumentError, OperatorIndexError
 from shoal_mesh import abstract_mesh
 
 __all__ = ["EdgeRun", "with_edges", "without_watcher"]
@@ -165,16 +163,8 @@ OUTSIDE: dict[str, Call] = {
 
 def _tried(call: Callable[[], Any]) -> Tensor:
     """Return the value of a call; minus one if its values are refused."""
-    refused = torch.tensor(-1.0, dtype=torch.float64)
-    try:
-        return full_tensor(call().detach())  # type: ignore[no-any-return]  # a Tensor of any class
-    except ShoalTensorError as error:
-        if not isinstance(error, OperatorArgumentError | OperatorIndexError):
-            raise
-    except (RuntimeError, IndexError, ValueError):
-        # on a mesh too: modules compute on plain tensors under styles
-        pass
-    return refused
+    value = unless_refused(lambda: full_tensor(call().detach()))
+    return torch.tensor(-1.0, dtype=torch.float64) if value is None else value
 
 
 # --- layouts passed on ----------------------------------------------------------------------------
@@ -221,31 +211,12 @@ PASSED: dict[str, Callable[[DTensor], Any]] = {
 # --- other settings -------------------------------------------------------------------------------
 
 
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "autocast": partial(torch.autocast, "cpu", torch.bfloat16),
     "half autocast": partial(torch.autocast, "cpu", torch.float16),
-    "default float64": partial(_default_dtype, torch.float64),
-    "default bfloat16": partial(_default_dtype, torch.bfloat16),
-    "deterministic": _deterministic,
+    "default float64": partial(default_dtype, torch.float64),
+    "default bfloat16": partial(default_dtype, torch.bfloat16),
+    "deterministic": partial(deterministic, warn_only=True),
     "inference": torch.inference_mode,
     "no_grad": torch.no_grad,
     "anomaly": partial(torch.autograd.set_detect_anomaly, True),
@@ -270,13 +241,6 @@ HALVES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 # --- a dispatch mode ------------------------------------------------------------------------------
-
-
-class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
-    """A mode that only watches."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 OPTIONS = {

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from settings_and_refusals import deterministic
 from shoal_dtensor import Placement, Replicate, Shard, distribute_tensor
 from shoal_dtensor.testing import on_threads, thread_meshes
 
@@ -64,11 +65,8 @@ def test_ranks_without_samples_add_nothing(name: str, monkeypatch: pytest.Monkey
         torch.testing.assert_close((grad.full_tensor(), got.full_tensor()), expected)
 
     meshes = thread_meshes((4,))
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic():
         on_threads([partial(check, mesh) for mesh in meshes], meshes)
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=str)

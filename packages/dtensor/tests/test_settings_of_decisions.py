@@ -18,6 +18,7 @@ from torch import Tensor
 
 import shoal_dtensor
 from operator_calls import Call, Calls, recorded
+from settings_and_refusals import default_dtype, deterministic
 from shoal_dtensor import DTensor, Shard, cache_info, clear_cache
 from shoal_dtensor._torch.tensors import pytree
 from shoal_dtensor.dispatch.results import Decision, has_fractions
@@ -28,25 +29,6 @@ from shoal_mesh import DeviceMesh, init_device_mesh
 from shoal_mesh.testing import fake_world
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @contextmanager

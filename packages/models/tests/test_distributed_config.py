@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
+from configured_models import assert_trains_alike, config
 from hf_models import (
-    assert_same_values,
     build_model,
     needs_hf,
     save_plain,
-    shared_directory,
     token_batch,
 )
 from shoal_data_parallel import FSDPModule
-from shoal_dtensor import DTensor, Shard, clip_grad_norm_
-from shoal_mesh import CommDebugMode, all_reduce, init_device_mesh
+from shoal_dtensor import DTensor, Shard
+from shoal_mesh import CommDebugMode, init_device_mesh
 from shoal_mesh.testing import counts, fake_world, on_ranks
 from shoal_models import hf
 from shoal_tp_styles import LayoutError, PlanError, UnsupportedModuleError
 
 pytestmark = needs_hf
-
-
-def config(**options: Any) -> Any:
-    from transformers.distributed import DistributedConfig
-
-    return DistributedConfig(**options)
 
 
 @on_ranks(2, timeout=200)
@@ -77,28 +70,8 @@ def test_data_axes_train_as_one_process(kind: str, tied: bool, tmp_path: Path) -
     whole = sum(param.nbytes for param in single.parameters())
     shards = sizes.get("fsdp_size", 1) * sizes.get("tp_size", 1)
     assert loaded.bytes_read < whole / shards + 8 * 1024
-    tokens = token_batch(8)
-    mesh = hf.mesh_of(config(**sizes))
-    part = mesh["dp_replicate", "fsdp"].flatten().get_local_rank()
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (single, model)]
-    for _ in range(2):
-        loss = single(tokens, labels=tokens).loss
-        loss.backward()
-        rows = tokens.chunk(parts)[part]
-        own_loss = model(rows, labels=rows).loss
-        own_loss.backward()
-        mean = all_reduce(own_loss.detach(), (mesh.flatten(), 0), "avg")
-        torch.testing.assert_close(mean, loss.detach())
-        norm = nn.utils.clip_grad_norm_(single.parameters(), 0.5)
-        torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.5), norm)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same_values(model, single, atol=1e-9)
-    saved = shared_directory(tmp_path) / "saved"
-    model.save_pretrained(saved)
-    again = type(single).from_pretrained(saved, dtype=torch.float64)
-    torch.testing.assert_close(again(tokens).logits, single(tokens).logits)
+    optimizer = partial(torch.optim.AdamW, lr=0.01)
+    assert_trains_alike(model, single, sizes, parts, optimizer=optimizer, home=tmp_path)
     with pytest.raises(UnsupportedModuleError, match="resize the model in one process"):
         model.resize_token_embeddings(70)
 

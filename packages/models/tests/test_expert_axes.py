@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +10,16 @@ import pytest
 import torch
 from torch import nn
 
+from configured_models import assert_trains_alike, config
 from hf_models import (
     assert_same_values,
     build_model,
-    naming,
     needs_hf,
     save_plain,
-    shared_directory,
     token_batch,
 )
-from shoal_dtensor import DTensor, Shard, clip_grad_norm_, full_tensor
-from shoal_mesh import CommDebugMode, all_reduce
+from shoal_dtensor import DTensor, Shard
+from shoal_mesh import CommDebugMode
 from shoal_mesh.testing import counts, on_ranks
 from shoal_models import hf
 from shoal_tp_styles import PlanError
@@ -50,12 +50,6 @@ SIZES: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-def config(**options: Any) -> Any:
-    from transformers.distributed import DistributedConfig
-
-    return DistributedConfig(**options)
-
-
 def mixture(family: str = "Mixtral", **changes: Any) -> Any:
     """A mixture of experts whose routers do not send all tokens to the same experts."""
     single = build_model(family, **{**FAMILIES[family], **changes})
@@ -78,32 +72,15 @@ def test_experts_train_as_in_one_process(family: str, kind: str, tmp_path: Path)
     # without its shards alone, a rank would read the experts of all ranks
     whole = sum(param.nbytes for param in single.parameters())
     assert loaded.bytes_read < 0.75 * whole
-    tokens = token_batch(8)
-    mesh = hf.mesh_of(config(**sizes))
-    part = mesh["dp_replicate", "fsdp"].flatten().get_local_rank()
-    rows = tokens.chunk(parts)[part]
-    optimizers = [torch.optim.SGD(each.parameters(), 0.1, momentum=0.9) for each in (single, model)]
-    for _ in range(2):
-        expected = single(tokens, labels=tokens)
-        got = model(rows, labels=rows)
-        torch.testing.assert_close(got.logits, expected.logits.chunk(parts)[part])
-        mean = all_reduce(got.loss.detach(), (mesh.flatten(), 0), "avg")
-        torch.testing.assert_close(mean, expected.loss.detach())
-        expected.loss.backward()
-        got.loss.backward()
-        gradients = {name: param.grad for name, param in single.named_parameters()}
-        for name, param in model.named_parameters():
-            torch.testing.assert_close(full_tensor(param.grad), gradients[name], msg=naming(name))
-        norm = nn.utils.clip_grad_norm_(single.parameters(), 0.5)
-        torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.5), norm)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same_values(model, single, atol=1e-9)
-    saved = shared_directory(tmp_path) / "saved"
-    model.save_pretrained(saved)
-    again = type(single).from_pretrained(saved, dtype=torch.float64, **EAGER)
-    torch.testing.assert_close(again(tokens).logits, single(tokens).logits)
+    assert_trains_alike(
+        model,
+        single,
+        sizes,
+        parts,
+        optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        home=tmp_path,
+        **EAGER,
+    )
 
 
 def placements_of(model: Any) -> Any:

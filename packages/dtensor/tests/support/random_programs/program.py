@@ -6,19 +6,19 @@ Lines are text, so a program that fails prints itself. They make tensors with th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from settings_and_refusals import Watcher, deterministic, unless_refused
 from shoal_dtensor.api.constructors import distribute_tensor, zeros
 from shoal_dtensor.api.custom_ops import local_map
-from shoal_dtensor.errors import OperatorArgumentError, OperatorIndexError, ShoalTensorError
+from shoal_dtensor.errors import ShoalTensorError
 from shoal_dtensor.layout.dim_sharding import ShardOrder
 from shoal_dtensor.layout.placements import Partial, Placement, Replicate, Shard
 from shoal_dtensor.tensor.autograd import redistributed
@@ -70,13 +70,6 @@ class Program:
             "    for outcome in rank_pool(4).run(run_one, PROGRAM):\n"
             "        print(outcome)\n"
         )
-
-
-class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
-    """A mode that only watches."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 @dataclass
@@ -189,13 +182,9 @@ class Machine:
 
     def tried(self, call: Callable[[], Any]) -> Any:
         """What a call returns; the number -1 if it refuses its values."""
-        try:
-            return call()
-        except ShoalTensorError as error:
-            if not isinstance(error, (OperatorArgumentError, OperatorIndexError)):
-                raise
-        except (RuntimeError, IndexError, ValueError):
-            pass
+        result = unless_refused(call)
+        if result is not None:
+            return result
         number = torch.tensor(-1.0, dtype=torch.float64)
         return self._put(number, [Replicate()] * (self.mesh.ndim if self.mesh else 0))
 
@@ -217,14 +206,9 @@ class Machine:
         self.dtype = dtype
         torch.set_default_dtype(dtype)
 
-    @contextmanager
-    def deterministic(self) -> Iterator[None]:
+    def deterministic(self) -> AbstractContextManager[None]:
         """Deterministic kernels alone, with a warning where torch has none."""
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(False)
+        return deterministic(warn_only=True)
 
     def rebuilt(self, x: Any) -> Any:
         """The tensor of a local part and the placements that it came with."""
