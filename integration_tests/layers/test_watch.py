@@ -439,6 +439,31 @@ def test_draws_of_unknown_layout_are_refused(kind: str) -> None:
     model(torch.randn(3, 5, 6))
 
 
+class NoiseIntoShards(nn.Module):
+    """A projection of random numbers that have this rank's size, made without its layout."""
+
+    def __init__(self, by_name: bool) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 12)
+        self.down = nn.Linear(12, 6)
+        self.drop = nn.Dropout(0.1)
+        self.by_name = by_name
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = self.drop(torch.randn(*self.up(x).shape))
+        return self.down(input=noise) if self.by_name else self.down(noise)
+
+
+# Numbers that were drawn as replicated were taken for shards, if they were passed by name.
+@pytest.mark.parametrize("by_name", [False, True], ids=["by position", "by name"])
+@on_ranks(2)
+def test_replicated_draws_are_refused_as_shards(by_name: bool) -> None:
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    model = parallelize_module(NoiseIntoShards(by_name), all_ranks(), plan)
+    with pytest.raises(LayoutError, match="drawn as if it were replicated"):
+        model(torch.ones(2, 6))
+
+
 def by_head(h: Tensor) -> Tensor:
     """The features of a projection by heads, with sizes that fit several layouts of one head."""
     return h.view(*h.shape[:2], h.shape[-1] // 4, 4)

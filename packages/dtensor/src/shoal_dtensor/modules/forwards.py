@@ -16,7 +16,7 @@ import copy
 import inspect
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from types import FunctionType, MethodType
@@ -78,8 +78,10 @@ class ModuleForward(ABC):
 
     # --- layouts of plain inputs and outputs along the axis of a one-axis mesh --------------------
 
-    def input_layouts(self) -> Sequence[Placement | None]:
-        """Return the layout of each plain positional input; None if the input passes through."""
+    def declared_inputs(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Sequence[tuple[Any, Placement]]:
+        """Return each input of a call for which a layout is declared, with the layout."""
         return ()
 
     def output_layouts(self) -> Sequence[Placement | None]:

@@ -158,7 +158,7 @@ class Watch(FunctionMode):
         """
         source = next(flatten((*args, *kwargs.values())), None)
         with unwatched_functions():
-            self._check(forward, args, source)
+            self._check(forward, args, kwargs, source)
         with nullcontext() if forward.sampling == "watched" else unwatched_functions():
             out = forward(*args, **kwargs)
         with unwatched_functions():
@@ -173,13 +173,19 @@ class Watch(FunctionMode):
                     note_layout(result, self._output(forward, result, index, layout, source=source))
         return out
 
-    def _check(self, forward: ModuleForward, args: Sequence[Any], source: Tensor | None) -> None:
+    def _check(
+        self,
+        forward: ModuleForward,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        source: Tensor | None,
+    ) -> None:
         """Raise an error if a module's draws would not be the draws of one device.
 
         This is so if an input was drawn as replicated but is a shard, or if the module itself draws
         rows in another order, or draws on one axis only while other axes shard its input.
         """
-        for value, arrives in zip(args, forward.input_layouts(), strict=False):
+        for value, arrives in forward.declared_inputs(args, kwargs):
             drawn = type(value) is Tensor and layout_of(value).drawn
             spec = spec_of(value) if drawn and isinstance(arrives, Shard) else None
             if spec is not None and not spec.placements[self.axes[forward.mesh]].is_shard():

@@ -8,8 +8,9 @@ end of the file declare the collectives of layout changes for previews.
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from functools import partial
+import inspect
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 from torch import Tensor, nn
@@ -35,6 +36,12 @@ class FeaturePart(NamedTuple):
 
     size: int
     layout: Literal["whole", "read_by_rank", "shard"]
+
+
+@lru_cache(maxsize=1024)
+def _names_of_parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of a forward's parameters in their order, without `self`."""
+    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 class Lowered(ModuleForward):
@@ -97,8 +104,17 @@ class Lowered(ModuleForward):
     def title(self) -> str:
         return self.sharding.style
 
-    def input_layouts(self) -> Sequence[Placement | None]:
-        return [None if port is None else port.layout for port in self.sharding.inputs or ()]
+    def declared_inputs(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Sequence[tuple[Any, Placement]]:
+        ports = self.sharding.inputs or ()
+        names = _names_of_parameters(type(self.module).forward)
+        # Inputs with a port may be passed by name too.
+        by_name = dict(zip(names[len(args) :], ports[len(args) :], strict=False))
+        by_name.update(self.sharding.keywords)
+        passed = [*zip(args, ports, strict=False)]
+        passed += [(kwargs[name], port) for name, port in by_name.items() if name in kwargs]
+        return [(value, port.layout) for value, port in passed if port is not None]
 
     def output_layouts(self) -> Sequence[Placement | None]:
         return [None if port is None else port.desired for port in self.sharding.outputs or ()]
