@@ -287,8 +287,8 @@ def test_what_does_not_fit_is_refused_before_anything_changes() -> None:
                 "layout": SequenceLayout.contiguous(9, 4),
             },
             # values of tensors have no place in an error
-            r"got a list of \[a Tensor of shape \(8,\), int 3\]": {"buffers": [x, 3]},
-            r"got a Tensor of shape \(8,\)": {"buffers": x},
+            r"buffers is a list of Tensor, got list with int 3 at 1": {"buffers": [x, 3]},
+            r"got torch.Tensor of shape \(8,\)": {"buffers": x},
             "the method of context": {"buffers": [x], "buffer_seq_dims": [0], "method": "other"},
         }
         for message, options in wrong.items():

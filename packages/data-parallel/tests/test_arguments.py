@@ -62,7 +62,5 @@ def test_wrong_arguments(call: str) -> None:
 
 def test_lists_of_modules_are_looked_into() -> None:
     modules: Any = [nn.Linear(2, 2), 1]
-    with pytest.raises(
-        StyleTypeError, match=r"fully_shard: expected module to be an nn\.Module, got int 1"
-    ):
+    with pytest.raises(StyleTypeError, match=r"fully_shard: module is an nn\.Module, got int 1"):
         fully_shard(modules)

@@ -321,7 +321,7 @@ def test_what_is_freed_is_chosen_later() -> None:
     )
     assert gathers(backward=True) == 0
     assert gathers(backward=True) == 3, "a backward frees"
-    with pytest.raises(TypeError, match="expected reshard_after_forward to be a bool, got int 2"):
+    with pytest.raises(TypeError, match="reshard_after_forward is a bool, got int 2"):
         model.set_reshard_after_forward(2)
 
 

@@ -1,4 +1,4 @@
-"""Covers: `takes`, `check_device_mesh` and `submodule_of` of argument_types.py."""
+"""Covers: `check_types`, `check_device_mesh` and `submodule_of` of argument_types.py."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def test_what_is_taken_is_handed_on() -> None:
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        ((3,), "function: expected module to be an nn.Module, got int 3"),
-        (([nn.Identity(), 1],), "function: expected module to be an nn.Module, got int 1"),
-        (([],), "function: expected module to be an nn.Module, got list []"),
-        ((nn.Identity(), "2"), "function: expected count to be an int, got str '2'"),
+        ((3,), "function: module is an nn.Module, got int 3"),
+        (([nn.Identity(), 1],), "function: module is an nn.Module, got int 1"),
+        (([],), "function: module is an nn.Module, got list []"),
+        ((nn.Identity(), "2"), "function: count is an int, got str '2'"),
     ],
 )
 def test_what_is_not_taken(args: Any, text: str) -> None:
@@ -48,6 +48,6 @@ def test_what_is_no_mesh_and_no_stage() -> None:
     assert submodule_of("f", SimpleNamespace(submod=module)) is module
     with pytest.raises(
         StyleTypeError,
-        match=r"f: expected the submod of stage to be an nn.Module, got None",
+        match=r"f: the submod of stage is an nn.Module, got None",
     ):
         submodule_of("f", module)

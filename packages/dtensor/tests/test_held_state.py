@@ -117,7 +117,7 @@ def test_errors() -> None:
         held.recover({"x": torch.ones(2), "group": {"y": torch.ones(4 if dist.get_rank() else 3)}})
     with pytest.raises(CheckpointError, match="x is partial"):
         held.keep(0, {"x": DTensor.from_local(torch.ones(2), mesh, [Partial()])})
-    with pytest.raises(ArgumentTypeError, match="expected step to be an int"):
+    with pytest.raises(ArgumentTypeError, match="step is an int"):
         held.keep("0", {})  # type: ignore[arg-type]  # the mistake
-    with pytest.raises(ArgumentTypeError, match="expected state_dict to be a dict"):
+    with pytest.raises(ArgumentTypeError, match="state_dict is a dict"):
         held.recover([])  # type: ignore[arg-type]  # the mistake

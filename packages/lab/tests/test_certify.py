@@ -233,5 +233,5 @@ def test_wrong_arguments_are_refused(
 
 
 def test_a_reference_must_be_a_function() -> None:
-    with pytest.raises(CertifyTypeError, match="expected reference to be a function, got int"):
+    with pytest.raises(CertifyTypeError, match="reference is a function, got int"):
         certify(train, 3, meshes=[{"dp": 2}])  # type: ignore[arg-type]  # the error is tested

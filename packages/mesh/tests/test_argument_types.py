@@ -49,6 +49,15 @@ def test_values_of_the_right_type_pass() -> None:
     assert not is_accepted(require_each, (1, None), int)
 
 
+def test_classes_without_some_of_their_subclasses() -> None:
+    require(1, int, "a dim is an int", without=bool)
+    require_each([1], int, "dims are ints", without=bool)
+    with pytest.raises(MeshTypeError, match="a dim is an int, got bool True"):
+        require(True, int, "a dim is an int", without=bool)
+    with pytest.raises(MeshTypeError, match="dims are ints, got list with bool True at 0"):
+        require_each([True], int, "dims are ints", without=bool)
+
+
 def test_errors_say_what_is_taken_and_what_was_passed() -> None:
     with pytest.raises(MeshTypeError, match=r"a rank is an int, got str '3'"):
         require("3", int, "a rank is an int")
@@ -57,14 +66,14 @@ def test_errors_say_what_is_taken_and_what_was_passed() -> None:
     for values, text in (
         ("12", "got str '12'"),
         (5, "got int 5"),
-        ([1, "2"], "got list with str '2'"),
+        ([1, "2"], "got list with str '2' at 1"),
     ):
         with pytest.raises(MeshTypeError, match=text):
             require_each(values, int, "ranks are ints")
 
 
 def test_kinds() -> None:
-    assert kind_of(torch.ones(10_000)) == "torch.Tensor"
+    assert kind_of(torch.ones(10_000)) == "torch.Tensor of shape (10000,)"
     assert len(kind_of("x" * 1000)) < 100
 
 

@@ -61,7 +61,7 @@ def test_placements_may_be_in_any_order() -> None:
 
 @pytest.mark.parametrize("dim", [2.0, None, True])
 def test_a_dim_that_is_no_integer_is_refused(dim: object) -> None:
-    with pytest.raises(ShardingSpecError, match="dim must be int or str, got"):
+    with pytest.raises(ShardingSpecError, match="dim is an int or a str, got"):
         ChunkShardingSpec(dim, placements(0))  # type: ignore[arg-type]  # the mistake under test
 
 

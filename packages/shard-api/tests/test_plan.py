@@ -40,7 +40,7 @@ def _plan(entries: dict[str, Any], **more: Any) -> ShardingPlan:
 
 
 MODULE_FAILURES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "no plan": (lambda: {"up.weight": chunk(0)}, TypeError, "plan must be ShardingPlan, got dict"),
+    "no plan": (lambda: {"up.weight": chunk(0)}, TypeError, "plan is a ShardingPlan, got dict"),
     "entry of another type": (
         lambda: _plan({"up.weight": 3}),
         TypeError,
@@ -49,7 +49,7 @@ MODULE_FAILURES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "output of another type": (
         lambda: _plan({}, output_plan={"": Doubled()}),
         TypeError,
-        r"output_plan\[''\] must be ShardingSpec, got .*Doubled",
+        r"output_plan\[''\] is a ShardingSpec, got .*Doubled",
     ),
     "no such parameter": (
         lambda: _plan({"up.weigth": chunk(0)}),
@@ -174,7 +174,7 @@ def test_tied_parameters_that_a_plan_shards_differently() -> None:
 def test_the_errors_of_plans_have_their_own_types() -> None:
     for entries, kind, text in (
         ({"": Doubled()}, SharderPathError, "a Sharder needs the path"),
-        ({"up": 3}, PlanTypeError, r"plan\['up'\] must be ShardingSpec or Sharder"),
+        ({"up": 3}, PlanTypeError, r"plan\['up'\] is a ShardingSpec or a Sharder"),
         ({"up.bias": chunk(3)}, ShardingSpecError, "up.bias: dim 3"),
     ):
         with pytest.raises(kind, match=text):

@@ -89,7 +89,7 @@ PARAMETER_FAILURES: dict[str, tuple[Callable[[nn.Module], Any], type[Exception],
     "no spec": (
         lambda m: ("weight", "rows"),
         TypeError,
-        "Linear.weight: the spec must be ShardingSpec, got str",
+        "Linear.weight: the spec is a ShardingSpec, got str",
     ),
     "dim out of range": (
         lambda m: ("weight", chunk(2)),

@@ -148,11 +148,11 @@ def test_mappings_that_do_not_fit_the_manifests_are_refused() -> None:
 
 
 def test_arguments_of_wrong_types_are_named() -> None:
-    with pytest.raises(StyleTypeError, match="plan_transfer: expected source to be Manifest"):
+    with pytest.raises(StyleTypeError, match="plan_transfer: source is a Manifest"):
         plan_transfer({}, TARGET)  # type: ignore[arg-type]  # refused
-    with pytest.raises(StyleTypeError, match="expected mapping to be WeightMapping"):
+    with pytest.raises(StyleTypeError, match="mapping is a WeightMapping"):
         plan_transfer(SOURCE, TARGET, {})  # type: ignore[arg-type]  # refused
-    with pytest.raises(StyleTypeError, match=r"describe: expected model to be an nn\.Module"):
+    with pytest.raises(StyleTypeError, match=r"describe: model is an nn\.Module"):
         describe([])  # type: ignore[arg-type]  # refused
 
 

@@ -31,6 +31,7 @@ from shoal_dtensor.internal import (
     upload,
 )
 from shoal_mesh import DeviceMesh, all_gather, all_gather_v
+from shoal_mesh.internal import require_each
 
 from .errors import UnsupportedAttentionError
 from .interceptions import Interceptions
@@ -146,31 +147,14 @@ def _sequences(call: str, buffers: Any, dims: Any) -> list[tuple[Tensor, int]]:
     """Return each buffer with its sequence dim."""
     buffers = [] if buffers is None else buffers
     dims = [] if dims is None else dims
-    _check_list(f"{call}: buffers", buffers, Tensor)
-    _check_list(f"{call}: the sequence dims", dims, int)
+    require_each(buffers, Tensor, f"{call}: buffers is a list of Tensor", LayoutTypeError)
+    require_each(dims, int, f"{call}: the sequence dims are a list of int", LayoutTypeError)
     if len(buffers) != len(dims):
         raise LayoutError(
             f"{call}: expected one sequence dim for each buffer; got {len(dims)} dims for "
             f"{len(buffers)} buffers"
         )
     return list(zip(buffers, dims, strict=True))
-
-
-def _check_list(subject: str, values: object, kind: type) -> None:
-    if isinstance(values, Sequence) and all(isinstance(value, kind) for value in values):
-        return
-    got = _described(values)
-    if isinstance(values, Sequence) and not isinstance(values, str):
-        got = f"a {type(values).__name__} of [{', '.join(map(_described, values))}]"
-    raise LayoutTypeError(f"{subject} must be a list of {kind.__name__}, got {got}")
-
-
-def _described(value: object) -> str:
-    """Describe an argument of a wrong type; a tensor by its shape."""
-    name = type(value).__name__
-    if isinstance(value, Tensor):
-        return f"a {name} of shape {tuple(value.shape)}"
-    return f"{name} {value!r:.60}"
 
 
 def _check(sequences: Sequence[tuple[Tensor, int]], unrestored: set[Tensor]) -> None:

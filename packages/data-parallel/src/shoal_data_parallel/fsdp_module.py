@@ -25,6 +25,7 @@ from shoal_dtensor.errors import (
     UnsupportedModuleError,
 )
 from shoal_dtensor.internal import check_types, in_backward
+from shoal_mesh.internal import require
 
 from .gradients.communication import AllGather, ReduceScatter
 from .gradients.gradient_group import ReducingModule
@@ -408,11 +409,8 @@ class FSDPModule(ReducingModule):
             StyleError: if it is not a positive integer. The error is also a TypeError if it is not
                 an integer, and a ValueError if it is below 1.
         """
-        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise StyleTypeError(
-                "set_reduce_scatter_max_input_buffers: max_input_buffers must be an int, got "
-                f"{type(max_input_buffers).__name__}"
-            )
+        taken = "set_reduce_scatter_max_input_buffers: max_input_buffers is an int"
+        require(max_input_buffers, int, taken, StyleTypeError, without=bool)
         if max_input_buffers < 1:
             raise LayoutError(
                 "set_reduce_scatter_max_input_buffers: max_input_buffers must be at least 1, got "

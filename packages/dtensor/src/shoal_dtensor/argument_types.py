@@ -15,9 +15,9 @@ from torch import Tensor, nn, strided
 from shoal_mesh import DeviceMesh
 from shoal_mesh.internal import (
     check_keywords,
-    kind_of,
-    near_miss as near_miss,
+    require,
     suggests_keywords as _suggests_keywords,
+    ways_out,
 )
 
 from .errors import ArgumentTypeError, LayoutError, StyleTypeError
@@ -25,7 +25,7 @@ from .errors import ArgumentTypeError, LayoutError, StyleTypeError
 Function = TypeVar("Function", bound=Callable[..., Any])
 Kinds = type | tuple[type, ...]
 
-_WORDS: dict[type, str] = {nn.Module: "an nn.Module", int: "an int", str: "a str", bool: "a bool"}
+_WORDS: dict[type, str] = {nn.Module: "an nn.Module", int: "an int", type(None): "None"}
 
 
 def check_mesh(
@@ -49,6 +49,8 @@ check_device_mesh = partial(check_mesh, error=LayoutError)
 
 CONVERT = "shoal_dtensor.interop.from_torch(tensor)"
 
+ways_out["torch.distributed.tensor", "DTensor"] = f"convert it with {CONVERT}"
+
 
 def is_torch_dtensor(value: object) -> bool:
     """Tell whether a value is a DTensor of torch's own class, which need not be imported."""
@@ -56,47 +58,28 @@ def is_torch_dtensor(value: object) -> bool:
     return cls.__name__ == "DTensor" and cls.__module__.startswith("torch.distributed.tensor")
 
 
-def check_type(
-    where: str,
-    name: str,
-    value: object,
-    kinds: Kinds,
-    expected: str,
-    error: type[ArgumentTypeError] | type[StyleTypeError] = ArgumentTypeError,
-) -> None:
-    """Refuse an argument that is not an instance of `kinds`; `expected` describes them in words."""
-    if not isinstance(value, kinds):
-        raise error(f"{where}: expected {name} to be {expected}, got {_described(value)}")
-    if kinds is Tensor and is_torch_dtensor(value):
-        raise error(
-            f"{where}: expected {name} to be {expected}, got a DTensor of "
-            f"torch.distributed.tensor; convert it with {CONVERT}"
-        )
-    if kinds is Tensor and isinstance(value, Tensor):
-        _check_strided(where, name, value, error)
+def require_tensor(tensor: object, taken: str) -> None:
+    """Refuse an argument that is not a strided tensor, or that is a DTensor of torch's own class.
 
-
-def _check_strided(where: str, name: str, value: Tensor, error: type[Exception]) -> None:
-    """Raise `error` for a nested tensor or a tensor of another layout than strided."""
-    if value.is_nested:
-        layout = "nested"
+    Args:
+        tensor: the argument.
+        taken: the sentence of `require` that describes the allowed values.
+    """
+    # A DTensor of torch is a tensor too, but its values are those of another mesh.
+    kinds = () if is_torch_dtensor(tensor) else Tensor
+    require(tensor, kinds, taken, ArgumentTypeError)
+    assert isinstance(tensor, Tensor), "required"
+    if tensor.is_nested:
+        layout = "a nested tensor"
         way_out = "to_padded_tensor(0.0)"
-    elif value.layout != strided:
-        layout = str(value.layout)
+    elif tensor.layout != strided:
+        layout = str(tensor.layout)
         way_out = "to_dense()"
     else:
         return
-    raise error(
-        f"{where}: {name} is {layout}, but shards must be strided tensors; pass {name}.{way_out}"
+    raise ArgumentTypeError(
+        f"{taken}, got {layout}, but shards must be strided tensors; call tensor.{way_out} first"
     )
-
-
-def check_callable(where: str, name: str, value: Callable[..., Any] | None) -> None:
-    """Raise ArgumentTypeError for a value that is neither callable nor None."""
-    if value is not None and not callable(value):
-        raise ArgumentTypeError(
-            f"{where}: expected {name} to be a function, got {_described(value)}"
-        )
 
 
 def suggests_keywords() -> Callable[[Function], Function]:
@@ -119,21 +102,23 @@ def check_types(**kinds: Kinds) -> Callable[[Function], Function]:
         ...     return 2 * count
         >>> twice("2")
         Traceback (most recent call last):
-        shoal_dtensor.errors.StyleTypeError: twice: expected count to be an int, got str '2'
+        shoal_dtensor.errors.StyleTypeError: twice: count is an int, got str '2'
     """
 
     def checked(function: Function) -> Function:
         names = list(inspect.signature(function).parameters)
         known = frozenset(names)
+        where = function.__name__
+        sentences = {name: f"{where}: {name} is {_in_words(kind)}" for name, kind in kinds.items()}
 
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             if not kwargs.keys() <= known:
-                check_keywords(function.__name__, function, kwargs, StyleTypeError)
+                check_keywords(where, function, kwargs, StyleTypeError)
             arguments = dict(zip(names, args, strict=False)) | kwargs
             for name, kind in kinds.items():
                 if name in arguments:
-                    _check_each(function.__name__, name, arguments[name], kind)
+                    _require_value_or_list(arguments[name], kind, sentences[name])
             return function(*args, **kwargs)
 
         return cast(Function, call)
@@ -141,14 +126,30 @@ def check_types(**kinds: Kinds) -> Callable[[Function], Function]:
     return checked
 
 
-def _check_each(where: str, name: str, value: Any, kinds: Kinds) -> None:
-    """Raise an error if a value has none of the types; if lists are allowed, check each item."""
-    kinds = kinds if isinstance(kinds, tuple) else (kinds,)
-    item_kinds = tuple(kind for kind in kinds if kind is not list)
-    words = " or ".join(_WORDS.get(kind, kind.__name__) for kind in item_kinds)
-    is_list = isinstance(value, list) and list in kinds and bool(value)
-    for item in value if is_list else [value]:
-        check_type(where, name, item, item_kinds, expected=words, error=StyleTypeError)
+def _item_kinds(kinds: Kinds) -> tuple[type, ...]:
+    """Return the types without `list`."""
+    if not isinstance(kinds, tuple):
+        return (kinds,)
+    return tuple([kind for kind in kinds if kind is not list])
+
+
+def _in_words(kinds: Kinds) -> str:
+    """Return the types in words, without `list`: "an int or None"."""
+    words = []
+    for kind in _item_kinds(kinds):
+        name = kind.__name__
+        article = "an" if name[0] in "AEIO" else "a"
+        words.append(_WORDS.get(kind, f"{article} {name}"))
+    return " or ".join(words)
+
+
+def _require_value_or_list(value: Any, kinds: Kinds, taken: str) -> None:
+    """Require a value of one of the types or, if `list` is among them, a list of such values."""
+    item_kinds = _item_kinds(kinds)
+    allows_list = isinstance(kinds, tuple) and list in kinds
+    is_filled_list = allows_list and isinstance(value, list) and bool(value)
+    for item in value if is_filled_list else [value]:
+        require(item, item_kinds, taken, StyleTypeError)
 
 
 def submodule_of(where: str, stage: object) -> nn.Module:
@@ -157,20 +158,5 @@ def submodule_of(where: str, stage: object) -> nn.Module:
     Raise StyleTypeError if the stage does not have a module.
     """
     module = getattr(stage, "submod", None)
-    check_type(
-        where,
-        "the submod of stage",
-        module,
-        nn.Module,
-        expected="an nn.Module",
-        error=StyleTypeError,
-    )
+    require(module, nn.Module, f"{where}: the submod of stage is an nn.Module", StyleTypeError)
     return cast(nn.Module, module)
-
-
-def _described(value: object) -> str:
-    """Describe a value of a wrong type as the mesh layer does, with a conversion for torch's DTensor."""
-    description = kind_of(value)
-    if is_torch_dtensor(value):
-        return f"{description}; {CONVERT} converts it"
-    return description

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from shoal_mesh import DeviceMesh
+from shoal_mesh.internal import require
 
-from .argument_types import check_mesh, check_type
-from .errors import PlacementError
+from .argument_types import check_mesh
+from .errors import ArgumentTypeError, PlacementError
 from .layout.placements import Partial, Placement, Replicate, Shard, StridedShard, norm_order
 from .layout.spec import Spec
 from .tensor.dtensor import DTensor
@@ -53,7 +54,7 @@ def mesh_from_torch(mesh: Any) -> DeviceMesh:
     """
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
-    check_type("mesh_from_torch", "mesh", mesh, TorchMesh, expected="torch's DeviceMesh")
+    require(mesh, TorchMesh, "mesh_from_torch: mesh is torch's DeviceMesh", ArgumentTypeError)
     return _over_groups(DeviceMesh, mesh, mesh.mesh_dim_names)  # type: ignore[no-any-return]  # of the class it gets
 
 
@@ -81,7 +82,7 @@ def to_torch(tensor: DTensor, mesh: Any | None = None) -> Any:
     """
     from torch.distributed.tensor import DTensor as TorchTensor
 
-    check_type("to_torch", "tensor", tensor, DTensor, expected="a DTensor of shoal")
+    require(tensor, DTensor, "to_torch: tensor is a DTensor of shoal", ArgumentTypeError)
     spec = tensor._spec
     placements = [_to_torch_placement(spec, axis) for axis in range(spec.mesh.ndim)]
     torch_mesh = mesh if mesh is not None else mesh_to_torch(spec.mesh)
@@ -109,7 +110,7 @@ def from_torch(tensor: Any, mesh: DeviceMesh | None = None) -> DTensor:
     """
     from torch.distributed.tensor import DTensor as TorchTensor
 
-    check_type("from_torch", "tensor", tensor, TorchTensor, expected="torch's DTensor")
+    require(tensor, TorchTensor, "from_torch: tensor is torch's DTensor", ArgumentTypeError)
     own_mesh = mesh if mesh is not None else mesh_from_torch(tensor.device_mesh)
     placements = [_from_torch_placement(placement) for placement in tensor.placements]
     spec = Spec(own_mesh, placements, tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype)

@@ -12,6 +12,8 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
+from shoal_mesh.internal import FUNCTION, require
+
 from .certification import Certification, ProgramFailure
 from .errors import CertifyError, CertifyTypeError
 from .ranks import RankJob
@@ -103,11 +105,9 @@ def _make_job(program: object, arguments: tuple[str, ...], sizes: Mapping[str, i
         if not path.is_file():
             raise CertifyError(f"certify: the script {path} does not exist")
         return RankJob(script=str(path), arguments=arguments)
-    if not callable(program):
-        raise CertifyTypeError(
-            "certify: expected program to be a function or the path of a script, got "
-            f"{type(program).__name__}"
-        )
+    taken = "certify: program is a function or the path of a script"
+    require(program, FUNCTION, taken, CertifyTypeError)
+    assert callable(program), "required"
     return RankJob(function=program, sizes=tuple(sizes.items()))
 
 
@@ -115,9 +115,8 @@ def _make_reference(job: RankJob, reference: object, sizes: Mapping[str, int]) -
     """Make the job that runs on one device."""
     if reference is None:
         return job
-    if not callable(reference):
-        kind = type(reference).__name__
-        raise CertifyTypeError(f"certify: expected reference to be a function, got {kind}")
+    require(reference, FUNCTION, "certify: reference is a function", CertifyTypeError)
+    assert callable(reference), "required"
     if job.function is None:
         raise CertifyError(
             "certify: a script is compared with itself on one rank, so reference= cannot be "

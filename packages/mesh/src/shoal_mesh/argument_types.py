@@ -12,52 +12,97 @@ from functools import wraps
 from types import FunctionType, UnionType
 from typing import Any, TypeVar, cast
 
-from .errors import CollectiveTypeError, MeshTypeError
+from torch import Tensor
+
+from .errors import MeshTypeError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-Kinds = type | UnionType
-TypeErrors = type[MeshTypeError] | type[CollectiveTypeError]
+Kinds = type | UnionType | tuple[type, ...]
+
+FUNCTION = cast(type, Callable)
+"""Whatever can be called, as one of the `kinds` of `require`."""
+
+ways_out = {
+    ("torch.distributed.device_mesh", "DeviceMesh"): (
+        "make a mesh of shoal with init_device_mesh, or over the groups of this one with "
+        "DeviceMesh.from_group(m.get_all_groups(), m.device_type, m.mesh, "
+        "mesh_dim_names=m.mesh_dim_names)"
+    )
+}
+"""Ways from an object of torch's own class to one of shoal, by package and name of torch's class.
+
+The packages above add the classes that they have.
+"""
 
 
-def require(value: object, kinds: Kinds, taken: str, error: TypeErrors = MeshTypeError) -> None:
-    """Raise `error` unless a value is an instance of `kinds`; `taken` describes the allowed values.
+def require(
+    value: object,
+    kinds: Kinds,
+    taken: str,
+    error: type[Exception] = MeshTypeError,
+    *,
+    without: Kinds = (),
+) -> None:
+    """Raise `error` unless a value is an instance of `kinds`.
+
+    Args:
+        value: the argument.
+        kinds: the allowed classes.
+        taken: a sentence that describes the allowed values. The error is this sentence and the
+            value.
+        error: the class of the error.
+        without: classes of values that are refused though they are instances of `kinds`; for
+            example bool, where `kinds` is int.
 
     Example:
         >>> require("0", int, "a dim of a tensor is an int")
         Traceback (most recent call last):
         shoal_mesh.errors.MeshTypeError: a dim of a tensor is an int, got str '0'
     """
-    if not isinstance(value, kinds):
+    if not isinstance(value, kinds) or isinstance(value, without):
         raise error(f"{taken}, got {kind_of(value)}")
 
 
 def require_each(
-    values: object, kinds: Kinds, taken: str, error: TypeErrors = MeshTypeError
+    values: object,
+    kinds: Kinds,
+    taken: str,
+    error: type[Exception] = MeshTypeError,
+    *,
+    without: Kinds = (),
 ) -> None:
-    """Raise `error` unless `values` is a sequence of instances of `kinds`, and not a string."""
+    """Raise `error` unless `values` is a sequence of instances of `kinds`, and not a string.
+
+    The arguments are those of `require`.
+
+    Example:
+        >>> require_each([0, "1"], int, "dims of a tensor are ints")
+        Traceback (most recent call last):
+        shoal_mesh.errors.MeshTypeError: dims of a tensor are ints, got list with str '1' at 1
+    """
     if isinstance(values, str | bytes) or not isinstance(values, Sequence):
         raise error(f"{taken}, got {kind_of(values)}")
-    for value in values:
-        if not isinstance(value, kinds):
+    for index, value in enumerate(values):
+        if not isinstance(value, kinds) or isinstance(value, without):
             container = type(values).__name__
-            raise error(f"{taken}, got {container} with {kind_of(value)}")
+            raise error(f"{taken}, got {container} with {kind_of(value)} at {index}")
 
 
 def kind_of(value: object) -> str:
-    """Describe an argument of a wrong type: its class and value, and a hint for torch's mesh."""
+    """Describe an argument of a wrong type: its class, and its value or a way from torch's class."""
     if value is None:
         return "None"
-    kind = type(value)
-    if not kind.__module__.startswith("torch"):
-        return f"{kind.__name__} {value!r:.80}"
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    if kind.__name__ != "DeviceMesh":
-        return name
-    return (
-        f"torch's own {name}: make a mesh of shoal with init_device_mesh, or over the groups of "
-        "this one with DeviceMesh.from_group(m.get_all_groups(), m.device_type, m.mesh, "
-        "mesh_dim_names=m.mesh_dim_names)"
-    )
+    cls = type(value)
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    for base in cls.__mro__:
+        for (package, class_name), way_out in ways_out.items():
+            if base.__name__ == class_name and base.__module__.startswith(package):
+                return f"torch's own {name}: {way_out}"
+    if not cls.__module__.startswith("torch"):
+        return f"{cls.__name__} {value!r:.80}"
+    if isinstance(value, Tensor) and not value.is_nested:
+        return f"{name} of shape {tuple(value.shape)}"
+    return name
 
 
 def near_miss(got: str, known: Iterable[str]) -> str:

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from . import _torch
-from .argument_types import require, suggests_keywords
+from .argument_types import FUNCTION, require, suggests_keywords
 from .collectives.even import all_reduce
 from .errors import BackendError, MeshError, NewcomerError, PeerError
 from .groups.process_groups import comm_over, forget_groups
@@ -147,7 +147,7 @@ class ElasticWorld:
             MeshTypeError: an argument of a wrong type.
         """
         taken = "an elastic world runs a function"
-        require(function, Callable, taken)  # type: ignore[arg-type]  # an abstract class
+        require(function, FUNCTION, taken)
         require(wait, int | float, "wait is a number of seconds")
         failure: Exception | None = None
         while True:

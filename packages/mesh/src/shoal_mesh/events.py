@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from ._torch import is_compiling
-from .argument_types import kind_of, require
+from .argument_types import FUNCTION, kind_of, require
 from .errors import CollectiveError, CollectiveTypeError
 from .transport import Handle
 from .watch.recorder import PURPOSES, Text
@@ -55,7 +55,7 @@ class purpose:
         if type(text) is not str:
             require(
                 text,
-                str | Callable,
+                str | FUNCTION,
                 "a purpose is a text, or a function that returns one",
                 CollectiveTypeError,
             )

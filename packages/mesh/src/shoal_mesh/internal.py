@@ -11,7 +11,16 @@ fault_words, groups, mesh, notebook_html, observers, scoped_value, topology, tra
 
 from ._torch import constant_when_compiled, copy_each, is_traced
 from .accelerator import accelerator, module_of, own_device
-from .argument_types import check_keywords, kind_of, near_miss, suggests_keywords
+from .argument_types import (
+    FUNCTION,
+    check_keywords,
+    kind_of,
+    near_miss,
+    require,
+    require_each,
+    suggests_keywords,
+    ways_out,
+)
 from .collectives.blocks import pack_blocks, unpack_blocks
 from .collectives.calls import Along, is_read_at_start
 from .collectives.even import all_reduce_

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from . import _torch
 from .accelerator import accelerator, device_count
-from .argument_types import require, require_each
+from .argument_types import FUNCTION, require, require_each
 from .errors import MeshError
 from .events import Event, observing
 from .groups.world import ensure_world, require_world
@@ -283,7 +283,7 @@ def with_comms(body: F) -> F:
         MeshTypeError: it is not callable.
     """
     taken = "with_comms decorates a function"
-    require(body, Callable, taken)  # type: ignore[arg-type]  # an abstract class
+    require(body, FUNCTION, taken)
 
     @wraps(body)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -4,7 +4,7 @@ The functions of torch.distributed.checkpoint accept ShardedTensors too. ``load`
 nothing unless every rank can read everything, sizes may differ on request (a padded vocabulary),
 and errors are typed. torch.distributed.checkpoint is imported inside of the functions.
 
-May import: arguments, errors, ranks, tensor.
+May import: errors, ranks, tensor.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ import torch
 import torch.distributed as dist
 
 from shoal_dtensor.internal import local_of
-from shoal_mesh.internal import agree
+from shoal_mesh.internal import agree, require, require_each
 
-from .arguments import expect, expect_all
-from .errors import CheckpointError
+from .errors import ArgumentTypeError, CheckpointError
 from .ranks.process_groups import agree_on, resolve
 from .tensor.sharded_tensor_base import ShardedTensorBase
 
@@ -60,8 +59,10 @@ def save(
         >>> tensor.sum()
         tensor(8.)
     """
-    expect("save", "state_dict", state_dict, Mapping)
-    expect("save", "checkpoint_id", checkpoint_id, str, PathLike)
+    require(state_dict, Mapping, "save: state_dict is a mapping", ArgumentTypeError)
+    require(
+        checkpoint_id, str | PathLike, "save: checkpoint_id is a str or a path", ArgumentTypeError
+    )
     resolve(process_group)
     import torch.distributed.checkpoint as dcp
 
@@ -101,10 +102,26 @@ def load(
     group = resolve(process_group)
 
     def check_types() -> None:
-        expect("load", "state_dict", state_dict, Mapping)
-        expect("load", "checkpoint_id", checkpoint_id, str, PathLike)
-        expect_all("load", "allow_shape_mismatch", allow_shape_mismatch, str)
-        expect("load", "padding", padding, int, float, optional=True)
+        require(state_dict, Mapping, "load: state_dict is a mapping", ArgumentTypeError)
+        require(
+            checkpoint_id,
+            str | PathLike,
+            "load: checkpoint_id is a str or a path",
+            ArgumentTypeError,
+        )
+        require_each(
+            allow_shape_mismatch,
+            str,
+            "load: allow_shape_mismatch is a sequence of strings",
+            ArgumentTypeError,
+        )
+        require(
+            padding,
+            int | float | None,
+            "load: padding is a number or None",
+            ArgumentTypeError,
+            without=bool,
+        )
 
     agree(check_types, group)
     flat: dict[str, Any] = {}

@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from shoal_mesh import DeviceMesh
+from shoal_mesh.internal import FUNCTION, near_miss, require
 
 from .._torch.compiling import whole_when_compiled
-from ..argument_types import check_callable, check_type, near_miss, suggests_keywords
+from ..argument_types import require_tensor, suggests_keywords
 from ..errors import ArgumentTypeError, ArgumentValueError, PlacementError, PlacementIndexError
 from ..layout.boxes import slices_of
 from ..layout.dim_sharding import ShardOrder
@@ -86,12 +87,11 @@ def distribute_tensor(
     """
     mesh = mesh_or_current(device_mesh)
     wanted, shard_order = read_placements(mesh, placements, shard_order)
-    check_type(
-        "distribute_tensor",
-        "src_data_rank",
+    require(
         src_data_rank,
         (int, type(None)),
-        expected="an int or None",
+        "distribute_tensor: src_data_rank is an int or None",
+        ArgumentTypeError,
     )
     if isinstance(tensor, DTensor):
         requested = Spec(
@@ -110,7 +110,7 @@ def distribute_tensor(
         )
     if not isinstance(tensor, torch.Tensor):
         return _read(tensor, mesh, wanted, shard_order)
-    check_type("distribute_tensor", "tensor", tensor, torch.Tensor, expected="a tensor")
+    require_tensor(tensor, "distribute_tensor: tensor is a tensor")
     spec = _layout_of(tensor, mesh, wanted, shard_order)
     with torch.no_grad(), types_unchecked():
         values = tensor.detach()
@@ -220,13 +220,18 @@ def distribute_module(
         ArgumentValueError: if a function takes another number of arguments.
     """
     mesh = mesh_or_current(device_mesh)
-    check_type("distribute_module", "module", module, nn.Module, expected="an nn.Module")
+    require(module, nn.Module, "distribute_module: module is an nn.Module", ArgumentTypeError)
     for name, function in (
         ("partition_fn", partition_fn),
         ("input_fn", input_fn),
         ("output_fn", output_fn),
     ):
-        check_callable("distribute_module", name, function)
+        require(
+            function,
+            FUNCTION | None,
+            f"distribute_module: {name} is a function or None",
+            ArgumentTypeError,
+        )
     before = _with_module("input_fn", input_fn)
     after = _with_module("output_fn", output_fn)
     if getattr(module, "_shoal_distributed", False):
@@ -391,12 +396,11 @@ def _new(
     is_one_sequence = len(size) == 1 and isinstance(size[0], Sequence)
     shape = tuple(size[0]) if is_one_sequence else tuple(size)
     for n in shape:
-        check_type(
-            "a factory",
-            "its size",
+        require(
             n,
             (int, torch.SymInt),
-            expected="integers or one sequence of them",
+            "a factory: its size consists of integers or is one sequence of them",
+            ArgumentTypeError,
         )
     mesh = mesh_or_current(options["device_mesh"])
     placements, shard_order = read_placements(mesh, options["placements"])
@@ -456,7 +460,9 @@ def full(
 
     The keywords are as for `empty`.
     """
-    check_type("full", "fill_value", fill_value, (bool, int, float, complex), expected="a number")
+    require(
+        fill_value, (bool, int, float, complex), "full: fill_value is a number", ArgumentTypeError
+    )
     dtype = None if isinstance(fill_value, float) else torch.tensor(fill_value, device="cpu").dtype
     return _new((size,) if isinstance(size, int) else (tuple(size),), keywords, dtype, fill_value)
 
@@ -603,7 +609,12 @@ def logspace(
 def _number(function: str, name: str, value: Number) -> Any:
     """Return a number, which may be the value of a tensor of one element."""
     kinds = (int, float, complex, torch.Tensor)
-    check_type(function, name, value, kinds, expected="a number or a tensor of one element")
+    require(
+        value,
+        kinds,
+        f"{function}: {name} is a number or a tensor of one element",
+        ArgumentTypeError,
+    )
     return value.item() if isinstance(value, torch.Tensor) else value
 
 

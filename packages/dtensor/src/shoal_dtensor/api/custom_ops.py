@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from shoal_mesh import DeviceMesh
+from shoal_mesh.internal import FUNCTION, require
 
 from .._torch.compiling import is_tracing, never_compiled
 from .._torch.operators import OpOverload
 from .._torch.tensors import pytree
-from ..argument_types import check_callable, check_mesh, check_type, suggests_keywords
-from ..errors import MixedTensorError, PlacementError, PlacementIndexError
+from ..argument_types import check_mesh, suggests_keywords
+from ..errors import ArgumentTypeError, MixedTensorError, PlacementError, PlacementIndexError
 from ..layout.placements import Placement, Shard
 from ..layout.spec import Spec
 from ..layout.tensor_meta import TensorMeta
@@ -82,24 +83,22 @@ def local_map(  # noqa: PLR0913  # torch's arguments, and whether to compare
             run_check=run_check,
             spmd_types=spmd_types,
         )
-    check_callable("local_map", "func", func)
+    require(func, FUNCTION | None, "local_map: func is a function or None", ArgumentTypeError)
     for name, entries in (
         ("in_placements", in_placements),
         ("in_grad_placements", in_grad_placements),
     ):
-        check_type(
-            "local_map",
-            name,
+        require(
             entries,
             (tuple, list, type(None)),
-            expected="a tuple with one entry for each input",
+            f"local_map: {name} is a tuple with one entry for each input",
+            ArgumentTypeError,
         )
-    check_type(
-        "local_map",
-        "out_placements",
+    require(
         out_placements,
         (tuple, list, type(None)),
-        expected="a list of placements",
+        "local_map: out_placements is a list of placements",
+        ArgumentTypeError,
     )
     if device_mesh is not None:
         check_mesh("local_map", device_mesh)
@@ -255,8 +254,11 @@ def register_rule(
         >>> from shoal_dtensor.rules import pointwise
         >>> register_rule(torch.ops.aten.special_airy_ai.default, pointwise(), replace=True)
     """
-    check_type(
-        "register_rule", "rule", rule, Rule, expected="a Rule, such as product('m k, k n -> m n')"
+    require(
+        rule,
+        Rule,
+        "register_rule: rule is a Rule, such as product('m k, k n -> m n')",
+        ArgumentTypeError,
     )
     overloads = _overloads("register_rule", op)
     # Imported here, so that `import shoal_dtensor` does not build the tables.
@@ -339,11 +341,10 @@ def _overloads(where: str, op: OpOverload | Sequence[OpOverload]) -> list[OpOver
     """Return one or several overloads as a list; raise an error for anything else."""
     overloads: list[Any] = list(op) if isinstance(op, list | tuple) else [op]
     for overload in overloads:
-        check_type(
-            where,
-            "op",
+        require(
             overload,
             OpOverload,
-            expected="an overload, such as torch.ops.aten.mm.default, or several",
+            f"{where}: op is an overload, such as torch.ops.aten.mm.default, or several",
+            ArgumentTypeError,
         )
     return overloads

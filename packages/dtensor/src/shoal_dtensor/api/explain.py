@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from shoal_mesh.errors import MissingExtraError
-from shoal_mesh.internal import html_text
+from shoal_mesh.internal import html_text, require
 
-from ..argument_types import check_type, suggests_keywords
-from ..errors import PlacementError
+from ..argument_types import suggests_keywords
+from ..errors import ArgumentTypeError, PlacementError
 from ..layout.boxes import Box
 from ..layout.dim_sharding import ShardOrder
 from ..layout.partition_spec import Placements
@@ -132,7 +132,7 @@ def explain(
         >>> [step.name for step in why.chosen.steps]  # half of it each, over dp, then together over tp
         ['Slice', 'AllReduce', 'AllGather']
     """
-    check_type("explain", "src", src, (Spec, DTensor), expected="a DTensor or its spec")
+    require(src, (Spec, DTensor), "explain: src is a DTensor or its spec", ArgumentTypeError)
     source = src.spec if isinstance(src, DTensor) else src
     target = dst if isinstance(dst, Spec) else target_spec(source, None, dst, shard_order)
     chosen, *rejected = alternatives(source, target, count, **options)
@@ -197,8 +197,11 @@ def visualize_sharding(dtensor: DTensor | Spec, header: str = "", use_rich: bool
                0:2    2:3
         0:1    0      1
     """
-    check_type(
-        "visualize_sharding", "dtensor", dtensor, (DTensor, Spec), expected="a DTensor or its spec"
+    require(
+        dtensor,
+        (DTensor, Spec),
+        "visualize_sharding: dtensor is a DTensor or its spec",
+        ArgumentTypeError,
     )
     spec = dtensor._spec if isinstance(dtensor, DTensor) else dtensor
     table = rank_table(spec)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from shoal_mesh import DeviceMesh
-from shoal_mesh.internal import own_device
+from shoal_mesh.internal import own_device, require
 
-from ..argument_types import check_mesh, check_type, suggests_keywords
-from ..errors import RandomStateError
+from ..argument_types import check_mesh, suggests_keywords
+from ..errors import ArgumentTypeError, RandomStateError
 from ..layout.spec import Spec
 from ..rng.state import (
     check_all_meshes_again,
@@ -66,7 +66,7 @@ def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
         ...     torch.equal(torch.rand(2), torch.rand(2, generator=torch.Generator().manual_seed(7)))
         True
     """
-    check_type("manual_seed", "seed", seed, int, expected="an int")
+    require(seed, int, "manual_seed: seed is an int", ArgumentTypeError)
     check_mesh("manual_seed", device_mesh)
     if not is_rng_supported_mesh(device_mesh):
         raise RandomStateError(

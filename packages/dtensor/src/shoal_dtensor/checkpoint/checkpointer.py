@@ -28,11 +28,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from shoal_mesh import purpose
-from shoal_mesh.internal import agree
+from shoal_mesh.internal import agree, require
 
 from .._torch.tensors import pytree
-from ..argument_types import check_type, suggests_keywords
-from ..errors import CheckpointError
+from ..argument_types import suggests_keywords
+from ..errors import ArgumentTypeError, CheckpointError
 from ..host_memory import arrival_on, start_copy
 from ..tensor.dtensor import DTensor
 from .components import state_of
@@ -79,8 +79,8 @@ class Checkpointer:
 
     @suggests_keywords()
     def __init__(self, folder: str | PathLike[str], *, keep: int = 2) -> None:
-        check_type("Checkpointer", "folder", folder, (str, PathLike), expected="a path")
-        check_type("Checkpointer", "keep", keep, int, expected="a number of checkpoints")
+        require(folder, (str, PathLike), "Checkpointer: folder is a path", ArgumentTypeError)
+        require(keep, int, "Checkpointer: keep is a number of checkpoints", ArgumentTypeError)
         if keep < 1:
             raise CheckpointError(f"keep must be at least 1, got keep={keep}")
         self._folder = Path(folder)
@@ -121,8 +121,10 @@ class Checkpointer:
             CheckpointError: on all ranks, if a rank could not write, or if the save before in the
                 background failed. In this case no older step has been removed.
         """
-        check_type("Checkpointer.save", "step", step, int, expected="an int")
-        check_type("Checkpointer.save", "state_dict", state_dict, Mapping, expected="a mapping")
+        require(step, int, "Checkpointer.save: step is an int", ArgumentTypeError)
+        require(
+            state_dict, Mapping, "Checkpointer.save: state_dict is a mapping", ArgumentTypeError
+        )
         self.wait()
         if not background:
             self._write(step, partial(state_of, dict(state_dict)), dist.group.WORLD)
@@ -194,8 +196,8 @@ class Checkpointer:
                 are damaged, the metadata are broken or contain code, or with `strict` the
                 checkpoint and the state dict do not have the same entries.
         """
-        check_type("Checkpointer.load", "state_dict", state_dict, dict, expected="a dict")
-        check_type("Checkpointer.load", "strict", strict, bool, expected="a bool")
+        require(state_dict, dict, "Checkpointer.load: state_dict is a dict", ArgumentTypeError)
+        require(strict, bool, "Checkpointer.load: strict is a bool", ArgumentTypeError)
         group = dist.group.WORLD
         self.wait()
         numbers = agree(self.steps, group, CheckpointError)[0]

@@ -19,11 +19,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal_mesh import comm_over, purpose
-from shoal_mesh.internal import agree
+from shoal_mesh.internal import agree, require
 
 from ..api.optimizer_states import drop_unmade_buffers, with_first_states
-from ..argument_types import check_type
-from ..errors import CheckpointError
+from ..errors import ArgumentTypeError, CheckpointError
 from ..layout.boxes import Box, slices_of, volume, whole_box
 from ..redistribute.blocks import BlockMove, Shards, exchange_blocks, move_blocks
 from ..tensor.dtensor import DTensor
@@ -103,8 +102,8 @@ class HeldState:
             ArgumentTypeError: an argument of a wrong type.
             CheckpointError: a DTensor is partial.
         """
-        check_type("HeldState.keep", "step", step, int, expected="an int")
-        check_type("HeldState.keep", "state_dict", state_dict, Mapping, expected="a mapping")
+        require(step, int, "HeldState.keep: step is an int", ArgumentTypeError)
+        require(state_dict, Mapping, "HeldState.keep: state_dict is a mapping", ArgumentTypeError)
         self.forget()
         for name, _, value in _leaves(state_dict, state_of):
             if isinstance(value, Tensor):
@@ -143,7 +142,7 @@ class HeldState:
             CheckpointError: on all ranks: a tensor is held in another shape or dtype, or, with
                 `strict`, the ranks hold an entry that no rank takes.
         """
-        check_type("HeldState.recover", "state_dict", state_dict, dict, expected="a dict")
+        require(state_dict, dict, "HeldState.recover: state_dict is a dict", ArgumentTypeError)
         components: list[tuple[Any, Any]] = []
         leaves = [*_leaves(state_dict, partial(_read_into, components))]
         targets = {}

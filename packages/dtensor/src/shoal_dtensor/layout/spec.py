@@ -16,10 +16,10 @@ from weakref import WeakValueDictionary
 import torch
 
 from shoal_mesh import DeviceMesh
-from shoal_mesh.internal import constant_when_compiled
+from shoal_mesh.internal import constant_when_compiled, require
 
 from .._torch.compiling import recorded, recorder_of_sizes
-from ..argument_types import check_mesh, check_type
+from ..argument_types import check_mesh
 from ..errors import ArgumentTypeError, PlacementError
 from .boxes import Box, spans
 from .dim_sharding import AnyDimSharding, DimSharding, ShardOrder, StridedDimSharding
@@ -142,13 +142,12 @@ class Spec(Interned):
             prepare = cls.on_first_use.pop()
             prepare()
         check_mesh("Spec", mesh)
-        check_type("Spec", "dtype", dtype, torch.dtype, expected="a torch.dtype")
-        check_type(
-            "Spec",
-            "shard_order",
+        require(dtype, torch.dtype, "Spec: dtype is a torch.dtype", ArgumentTypeError)
+        require(
             shard_order,
             (tuple, list, type(None)),
-            expected="pairs (tensor dim, mesh axes)",
+            "Spec: shard_order lists pairs (tensor dim, mesh axes)",
+            ArgumentTypeError,
         )
         if min(shape, default=0) < 0:
             raise PlacementError(

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from shoal_mesh import DeviceMesh, all_reduce, purpose
-from shoal_mesh.internal import all_reduce_, is_observed, sums_are_in_tree
+from shoal_mesh.internal import all_reduce_, is_observed, require, sums_are_in_tree
 
 from .._torch.compiling import is_tracing, whole_when_compiled
-from ..argument_types import check_type, suggests_keywords
-from ..errors import MixedTensorError
+from ..argument_types import suggests_keywords
+from ..errors import ArgumentTypeError, MixedTensorError
 from ..host_memory import device_of_numbers, upload
 from ..layout.spec import Spec
 from ..redistribute.shards_in_flight import coalesce
@@ -75,7 +75,9 @@ def clip_grad_norm_(
             f"clip_grad_norm_: norm_type must be positive, got {norm_type}; torch.nn.utils "
             "supports other orders"
         )
-    check_type("clip_grad_norm_", "parameters", parameters, (Tensor, Iterable), expected="tensors")
+    require(
+        parameters, (Tensor, Iterable), "clip_grad_norm_: parameters are tensors", ArgumentTypeError
+    )
     owners = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads_or_none: list[Any] = [owner.grad for owner in owners]
     grads = [grad for grad in grads_or_none if grad is not None]

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import torch
 
 from shoal_mesh import DeviceMesh, safe_globals as mesh_globals
+from shoal_mesh.internal import require
 
 from .._torch.compiling import is_tracing, whole_when_compiled
 from .._torch.tensors import BASE, INTERCEPTED, apply, shares_memory, split, wrap_local
-from ..argument_types import check_type
 from ..dispatch.dispatch import MarkWhileWatched, dispatch
 from ..dispatch.plain_tensors import check_recorded
 from ..dispatch.results import local_of_copied_view
@@ -174,12 +174,11 @@ class DTensor(torch.Tensor):
             local = local.abs()
         if torch.is_grad_enabled() and local.requires_grad:
             check_differentiable(spec)
-            check_type(
-                "DTensor.from_local",
-                "grad_placements",
+            require(
                 grad_placements,
                 (tuple, list, type(None)),
-                expected="a list",
+                "DTensor.from_local: grad_placements is a list",
+                ArgumentTypeError,
             )
             return apply(FromLocal, local, DTensor, spec, grad_placements)  # type: ignore[no-any-return]  # of torch
         return wrap_local(DTensor, local.detach() if local.requires_grad else local, spec, False)  # type: ignore[no-any-return]  # it makes the class it is given
@@ -228,12 +227,11 @@ class DTensor(torch.Tensor):
         target = target_spec(self._spec, device_mesh, placements, shard_order)
         if forward_dtype is not None or backward_dtype is not None:
             for dtype in (forward_dtype, backward_dtype):
-                check_type(
-                    "redistribute",
-                    "a dtype",
+                require(
                     dtype,
                     (torch.dtype, type(None)),
-                    expected="a torch.dtype",
+                    "redistribute: a dtype is a torch.dtype",
+                    ArgumentTypeError,
                 )
         if (torch.is_grad_enabled() and self.requires_grad) or INTERCEPTED:
             dtypes = (forward_dtype, backward_dtype)
@@ -501,7 +499,7 @@ def local_shard(tensor: DTensor) -> torch.Tensor:
     """
     # hot loops of lowered modules call this for every parameter
     if type(tensor) is not DTensor:
-        check_type("local_shard", "tensor", tensor, DTensor, expected="a DTensor")
+        require(tensor, DTensor, "local_shard: tensor is a DTensor", ArgumentTypeError)
     return tensor._local_tensor
 
 

@@ -17,10 +17,12 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+from shoal_mesh.internal import require
+
 from .._torch.compiling import not_cached
 from .._torch.interception import around_staging
 from .._torch.tensors import BASE
-from ..argument_types import check_type
+from ..argument_types import require_tensor
 from ..errors import ArgumentTypeError, ArgumentValueError, NoRuleError, PlacementError
 from ..layout.boxes import Box, shape_of, slices_of
 from ..layout.placements import Replicate
@@ -79,8 +81,8 @@ def rebuild(  # what a file holds, in its order
     saved values, and because a file has one rank's shard: other ranks have other shards of the same
     shape.
     """
-    check_type("DTensor from a file", "its spec", spec, Spec, expected="a Spec")
-    check_type("DTensor from a file", "its shard", local, torch.Tensor, expected="a tensor")
+    require(spec, Spec, "DTensor from a file: its spec is a Spec", ArgumentTypeError)
+    require_tensor(local, "DTensor from a file: its shard is a tensor")
     if tuple(place) != _place(spec):
         raise PlacementError(
             f"DTensor of a file: it is the shard at {place} of {spec!r}, but this rank is at "

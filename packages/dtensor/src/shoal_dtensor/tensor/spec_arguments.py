@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from shoal_mesh import DeviceMesh, broadcast, current_mesh
+from shoal_mesh.internal import require
 
 from .._torch.compiling import is_tracing
 from .._torch.operators import out_of_sight
 from .._torch.tensors import TRACED, apply
-from ..argument_types import check_mesh, check_type
+from ..argument_types import check_mesh, require_tensor
 from ..dispatch.global_call import replicated_spec
 from ..dispatch.plain_tensors import digest_of
-from ..errors import PlacementError, ShoalTensorError
+from ..errors import ArgumentTypeError, PlacementError, ShoalTensorError
 from ..host_memory import device_of_numbers, upload
 from ..layout.dim_sharding import DimSharding, ShardOrder, runs_of
 from ..layout.memory_order import dense_stride, dims_by_stride, is_contiguous, memory_order
@@ -118,13 +119,18 @@ def global_spec(  # noqa: PLR0913  # the arguments of from_local
     run_check: bool,
 ) -> tuple[Spec, torch.Tensor]:
     """Return the spec of the DTensor with `local` as its shard here, and the local tensor to use."""
-    check_type("DTensor.from_local", "local_tensor", local, torch.Tensor, expected="a plain tensor")
+    require_tensor(local, "DTensor.from_local: local_tensor is a plain tensor")
     placements, shard_order = read_placements(mesh, placements, shard_order)
     # Marks for "conjugate (or negate) later" are ignored on a tensor inside a subclass.
     local = local.resolve_conj().resolve_neg()
     assumes_even = shape is None and not run_check
     if shape is not None:
-        check_type("DTensor.from_local", "shape", shape, (tuple, list), expected="integers")
+        require(
+            shape,
+            (tuple, list),
+            "DTensor.from_local: shape is a tuple of integers",
+            ArgumentTypeError,
+        )
         shape = tuple(shape)
     if run_check and mesh.get_coordinate() is not None:
         agreed, local = layout_of_ranks(
@@ -210,12 +216,11 @@ def _spec_of_shard(  # noqa: PLR0913  # what it depends on
     Without a global shape, every rank is assumed to have a shard of this shape, except on dims
     with explicit sizes.
     """
-    check_type(
-        "DTensor.from_local",
-        "shard_order",
+    require(
         shard_order,
         (tuple, list, type(None)),
-        expected="pairs (dim, mesh axes)",
+        "DTensor.from_local: shard_order lists pairs (dim, mesh axes)",
+        ArgumentTypeError,
     )
     shape = _global_shape(local_shape, placements, mesh.shape) if shape is None else shape
     normal, order = normalize_placements(

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..argument_types import require, require_each
+from ..argument_types import FUNCTION, require, require_each
 from ..errors import MeshError
 from ..local_ranks.pool import ForkServer
 from .c10d.backend import NAME, installed
@@ -96,7 +96,7 @@ class Lab:
             [6.0, 6.0, 6.0, 6.0]
         """
         taken = "a lab runs a function"
-        require(function, Callable, taken)  # type: ignore[arg-type]  # an abstract class
+        require(function, FUNCTION, taken)
         if self.isolation == "process":
             return self._run_on_processes(function, (args, kwargs), world)
         return self._run_on_threads(lambda: function(*args, **kwargs), world)

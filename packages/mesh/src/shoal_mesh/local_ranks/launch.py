@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 import torch.distributed as dist
 
 from ..accelerator import accelerator
-from ..argument_types import require
+from ..argument_types import FUNCTION, require
 from ..errors import MeshError, MeshTypeError, RankError
 from ..groups.world import all_gather_objects, ensure_world
 from .pickle_functions import refuse_while_loading
@@ -92,7 +92,7 @@ def launch(  # type: ignore[misc]  # a function with an argument named backend c
         >>> launch(lambda offset: dist.get_rank() + offset, 2, 10)
         [10, 11]
     """
-    require(fn, Callable, "launch runs a function")  # type: ignore[arg-type]  # an abstract class
+    require(fn, FUNCTION, "launch runs a function")
     require(nprocs, int | None, "launch takes a number of ranks")
     if nprocs is not None:
         _require_arguments(fn, args, kwargs)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..accelerator import own_device
-from ..argument_types import require, require_each, suggests_keywords
+from ..argument_types import FUNCTION, require, require_each, suggests_keywords
 from ..errors import MeshError, NoGroupError
 from ..groups.process_groups import BackendChoice, Comm
 from ..groups.world import check_agreement, ensure_world
@@ -149,7 +149,7 @@ def abstract_mesh(
     sizes = read_shape(shape)
     require(rank, int, "the rank of an abstract mesh is an int")
     taken = "connect is a function of ranks"
-    require(connect, Callable | None, taken)  # type: ignore[arg-type]  # an abstract class
+    require(connect, FUNCTION | None, taken)
     if rank < 0:
         raise MeshError(f"rank {rank} of an abstract mesh of {prod(sizes)} ranks")
     axis_names = read_names(names, len(sizes))

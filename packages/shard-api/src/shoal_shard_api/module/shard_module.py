@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import UnionType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -16,10 +17,11 @@ import torch.distributed as dist
 from torch import nn
 
 from shoal_dtensor import DTensor
-from shoal_mesh.internal import agree, kind_of
+from shoal_mesh.internal import agree, kind_of, require, require_each
 
-from ..arguments import expect, expect_all, is_plain
+from ..arguments import is_plain
 from ..errors import (
+    ArgumentTypeError,
     MissingParameterError,
     ParameterError,
     PlanConflictError,
@@ -249,17 +251,23 @@ def shard_module(
 
 
 def _check_types(module: Any, plan: Any) -> None:
-    expect("shard_module", "module", module, nn.Module)
-    expect("shard_module", "plan", plan, ShardingPlan, error=PlanTypeError)
+    require(module, nn.Module, "shard_module: module is an nn.Module", ArgumentTypeError)
+    require(plan, ShardingPlan, "shard_module: plan is a ShardingPlan", PlanTypeError)
     tables: dict[str, Any] = {"plan": plan.plan, "output_plan": plan.output_plan or {}}
     for name, table in tables.items():
-        types = (ShardingSpec, Sharder) if name == "plan" else (ShardingSpec,)
-        expect("shard_module", name, table, Mapping, error=PlanTypeError)
+        kinds: type | UnionType = ShardingSpec
+        allowed = "a ShardingSpec"
+        if name == "plan":
+            kinds = ShardingSpec | Sharder
+            allowed = "a ShardingSpec or a Sharder"
+        require(table, Mapping, f"shard_module: {name} is a mapping", PlanTypeError)
         for path, entry in table.items():
-            expect("shard_module", f"a path in {name}", path, str, error=PlanTypeError)
-            expect("shard_module", f"{name}[{path!r}]", entry, *types, error=PlanTypeError)
+            require(path, str, f"shard_module: a path in {name} is a str", PlanTypeError)
+            require(entry, kinds, f"shard_module: {name}[{path!r}] is {allowed}", PlanTypeError)
     paths = plan.return_local_tensor or ()
-    expect_all("shard_module", "return_local_tensor", paths, str, error=PlanTypeError)
+    require_each(
+        paths, str, "shard_module: return_local_tensor is a sequence of strings", PlanTypeError
+    )
 
 
 def _paths_of_outputs(plan: ShardingPlan) -> list[str]:
@@ -402,8 +410,8 @@ def _submodule(module: nn.Module, path: str, where: str) -> nn.Module:
 
 
 def _attribute_of(module: nn.Module, name: str, where: str) -> Any:
-    expect("shard_parameter", "module", module, nn.Module)
-    expect("shard_parameter", "param_name", name, str)
+    require(module, nn.Module, "shard_parameter: module is an nn.Module", ArgumentTypeError)
+    require(name, str, "shard_parameter: param_name is a str", ArgumentTypeError)
     if not hasattr(module, name):
         raise MissingParameterError(
             f"{type(module).__name__} has no attribute {name!r}, requested as {where!r}"
@@ -427,7 +435,7 @@ def _check_shardable(tensor: Any, spec: Any, where: str, group: dist.ProcessGrou
     if not tensor.is_contiguous():
         size = tuple(tensor.size())
         raise ParameterError(f"{where} is not contiguous: size {size}, strides {tensor.stride()}")
-    expect(where, "the spec", spec, ShardingSpec, error=PlanTypeError)
+    require(spec, ShardingSpec, f"{where}: the spec is a ShardingSpec", PlanTypeError)
     properties = TensorProperties.of_shards_like(tensor)
     try:
         metadata = spec.build_metadata(tensor.size(), properties)
@@ -449,14 +457,19 @@ def _replace_everywhere(
 
 def _reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Module:
     """Add a hook that reshards a ShardedTensor output by a spec; other outputs pass unchanged."""
-    expect("_reshard_output", "module", module, nn.Module)
-    expect("_reshard_output", "resharding_spec", resharding_spec, ShardingSpec)
+    require(module, nn.Module, "_reshard_output: module is an nn.Module", ArgumentTypeError)
+    require(
+        resharding_spec,
+        ShardingSpec,
+        "_reshard_output: resharding_spec is a ShardingSpec",
+        ArgumentTypeError,
+    )
     return _convert_output(module, lambda output: output.resharded(resharding_spec))
 
 
 def _collect_local_shard(module: nn.Module) -> nn.Module:
     """Add a hook that replaces a ShardedTensor output by its local tensor; other outputs pass."""
-    expect("_collect_local_shard", "module", module, nn.Module)
+    require(module, nn.Module, "_collect_local_shard: module is an nn.Module", ArgumentTypeError)
 
     def local_tensor(output: ShardedTensor) -> torch.Tensor:
         count = len(output.local_shards())

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from ..arguments import expect
+from shoal_mesh.internal import require
+
 from ..errors import ArgumentTypeError, CheckpointError, ParameterError, UnsupportedOpError
 from ..ops.dispatch import with_layout_of
 from ..tensor.sharded_tensor import ShardedTensor
@@ -39,8 +40,13 @@ def named_params_with_sharded_tensor(
         >>> [name for name, _ in named_params_with_sharded_tensor(torch.nn.Linear(2, 2), "head")]
         ['head.weight', 'head.bias']
     """
-    expect("named_params_with_sharded_tensor", "module", module, nn.Module)
-    expect("named_params_with_sharded_tensor", "prefix", prefix, str)
+    require(
+        module,
+        nn.Module,
+        "named_params_with_sharded_tensor: module is an nn.Module",
+        ArgumentTypeError,
+    )
+    require(prefix, str, "named_params_with_sharded_tensor: prefix is a str", ArgumentTypeError)
     seen: set[int] = set()
     owners = module.named_modules(prefix=prefix) if recurse else iter([(prefix, module)])
     for path, owner in owners:
@@ -107,8 +113,13 @@ class ShardedOptimizer(optim.Optimizer):
                 f"{error}"
             ) from None
         for name, parameter in named.items():
-            expect("ShardedOptimizer", "a parameter name", name, str)
-            expect("ShardedOptimizer", f"parameter {name!r}", parameter, torch.Tensor)
+            require(name, str, "ShardedOptimizer: a parameter name is a str", ArgumentTypeError)
+            require(
+                parameter,
+                torch.Tensor,
+                f"ShardedOptimizer: parameter {name!r} is a Tensor",
+                ArgumentTypeError,
+            )
         repeated = sorted(named.keys() & self.named_params.keys())
         if repeated:
             raise ParameterError(f"parameters {repeated} are in the optimizer already")
@@ -162,7 +173,7 @@ class ShardedOptimizer(optim.Optimizer):
             ArgumentTypeError: It is not a dict with "params", or these are not names and tensors.
             ParameterError: A name is in the optimizer already.
         """
-        expect("add_param_group", "param_group", param_group, dict)
+        require(param_group, dict, "add_param_group: param_group is a dict", ArgumentTypeError)
         if "params" not in param_group:
             raise ArgumentTypeError(
                 f"add_param_group: param_group must have 'params', got {sorted(param_group)}"
@@ -236,7 +247,7 @@ class ShardedOptimizer(optim.Optimizer):
             CheckpointError: It has no "state" or "param_groups", unknown names, other groups, or
                 state of another size; the optimizer is unchanged then.
         """
-        expect("load_state_dict", "state_dict", state_dict, Mapping)
+        require(state_dict, Mapping, "load_state_dict: state_dict is a mapping", ArgumentTypeError)
         has_state = isinstance(state_dict.get("state"), Mapping)
         if not has_state or not isinstance(state_dict.get("param_groups"), list):
             raise CheckpointError(

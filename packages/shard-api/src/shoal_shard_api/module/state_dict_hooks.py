@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..arguments import expect
+from shoal_mesh.internal import require
+
+from ..errors import ArgumentTypeError
 from ..tensor.sharded_tensor import ShardedTensor
 
 
@@ -49,7 +51,7 @@ def state_dict_hook(
         >>> list(module.state_dict())
         ['table']
     """
-    expect("state_dict_hook", "module", module, nn.Module)
+    require(module, nn.Module, "state_dict_hook: module is an nn.Module", ArgumentTypeError)
     for attribute in _attributes(module, prefix):
         if isinstance(attribute.value, ShardedTensor):
             destination[attribute.key] = attribute.value
@@ -90,7 +92,9 @@ def pre_load_state_dict_hook(  # noqa: PLR0913  # torch's signature for such a h
         >>> module.table.sum()
         tensor(4.)
     """
-    expect("pre_load_state_dict_hook", "module", module, nn.Module)
+    require(
+        module, nn.Module, "pre_load_state_dict_hook: module is an nn.Module", ArgumentTypeError
+    )
     for key, owner, name, present in _attributes(module, prefix):
         value = state_dict.get(key)
         is_sharded = isinstance(present, ShardedTensor)

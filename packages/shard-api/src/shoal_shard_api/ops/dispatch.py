@@ -25,9 +25,10 @@ from torch.distributed import ProcessGroup
 
 from shoal_dtensor.internal import pytree
 from shoal_mesh import all_reduce
+from shoal_mesh.internal import FUNCTION, require
 
 from .._torch import DisableTorchFunctionSubclass, has_compatible_shallow_copy_type
-from ..arguments import expect, expect_plain
+from ..arguments import require_plain
 from ..errors import ArgumentTypeError, LocalShardError, UnsupportedOpError
 from ..spec.specs import ShardingSpec
 from .lookup import LOOKUPS, look_up
@@ -64,7 +65,10 @@ def with_layout_of(tensor: Any, value: Any) -> list[torch.Tensor]:
             value = value.resharded(tensor.sharding_spec())
         return list(value._local_tensors)
     # The two texts are the name of the call and of the argument in the error.
-    expect_plain("a ShardedTensor with the values of another tensor", "that tensor", value)
+    require_plain(
+        value,
+        "a ShardedTensor with the values of another tensor: that tensor is a plain strided tensor",
+    )
     shape = tuple(tensor.shape)
     if not _broadcasts(value.shape, shape):
         raise LocalShardError(f"sizes differ: {tuple(value.shape)} does not broadcast to {shape}")
@@ -320,7 +324,12 @@ def custom_sharding_spec_op(
         >>> @custom_sharding_spec_op(ChunkShardingSpec, torch.digamma)
         ... def digamma(types, args, kwargs, process_group): ...
     """
-    expect("custom_sharding_spec_op", "sharding_spec_class", sharding_spec_class, type)
+    require(
+        sharding_spec_class,
+        type,
+        "custom_sharding_spec_op: sharding_spec_class is a class",
+        ArgumentTypeError,
+    )
     return _overriding("custom_sharding_spec_op", sharding_spec_class, func)
 
 
@@ -328,10 +337,10 @@ def _overriding(
     call: str, sharding_spec_class: type | None, func: Callable[..., Any]
 ) -> Callable[[CustomOp], CustomOp]:
     """Return the decorator that registers an override; a class of None means any spec."""
-    expect(call, "func", func, Callable)
+    require(func, FUNCTION, f"{call}: func is a function", ArgumentTypeError)
 
     def register(implementation: CustomOp) -> CustomOp:
-        expect(call, "the decorated function", implementation, Callable)
+        require(implementation, FUNCTION, f"{call} decorates a function", ArgumentTypeError)
         _OVERRIDES[sharding_spec_class, func] = implementation
         return implementation
 

@@ -19,9 +19,8 @@ import torch.nn.functional as F
 
 from shoal_dtensor import DTensor, Shard
 from shoal_mesh import DeviceMesh
-from shoal_mesh.internal import ScopedValue, kind_of
+from shoal_mesh.internal import ScopedValue, kind_of, require
 
-from ..arguments import expect
 from ..errors import ArgumentTypeError, IndexRangeError
 from ..ranks.process_groups import agree_on, one_dim_mesh
 from .via_dtensor import DTensorCall
@@ -48,7 +47,7 @@ def replicated_indices(equal: bool = True) -> Iterator[None]:
         ...     torch.nn.functional.embedding(torch.tensor([0, 3]), table).shape
         torch.Size([2, 3])
     """
-    expect("replicated_indices", "equal", equal, bool)
+    require(equal, bool, "replicated_indices: equal is a bool", ArgumentTypeError)
     with _REPLICATED.changed(lambda _: equal):
         yield
 

@@ -20,11 +20,10 @@ import torch
 from shoal_dtensor import DTensor, Replicate, Shard, Spec, implicit_replication
 from shoal_dtensor.internal import Box, TorchDispatchMode, pytree
 from shoal_mesh import DeviceMesh
-from shoal_mesh.internal import ScopedValue
+from shoal_mesh.internal import ScopedValue, require
 
 from .._torch import RemoteDevice
-from ..arguments import expect
-from ..errors import NotExpressibleError, UnsupportedOpError
+from ..errors import ArgumentTypeError, NotExpressibleError, UnsupportedOpError
 from ..ranks.process_groups import members, mesh_of, one_dim_mesh
 from ..ranks.reshard import move
 from ..spec.metadata import Layout, TensorProperties
@@ -157,7 +156,7 @@ def implicit_reshard(allow: bool = True) -> Iterator[None]:
         ...     ones(both_on_one, 4).cumsum(0).full_tensor()
         tensor([1., 2., 3., 4.])
     """
-    expect("implicit_reshard", "allow", allow, bool)
+    require(allow, bool, "implicit_reshard: allow is a bool", ArgumentTypeError)
     with _MAY_RESHARD.changed(lambda _: allow):
         yield
 

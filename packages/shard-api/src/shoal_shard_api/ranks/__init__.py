@@ -1,4 +1,4 @@
 """How the ranks of one process group agree on arguments and move shards between them.
 
-May import: arguments, errors, spec.
+May import: errors, spec.
 """

@@ -12,9 +12,8 @@ from typing import Any
 import torch.distributed as dist
 
 from shoal_mesh import Comm, DeviceMesh
-from shoal_mesh.internal import ScopedValue, agree, kind_of
+from shoal_mesh.internal import ScopedValue, agree, kind_of, require
 
-from ..arguments import expect
 from ..errors import ArgumentTypeError, NotInGroupError, ProcessGroupError, RankMismatchError
 
 _LOADING = ScopedValue[dist.ProcessGroup | None]("shoal_load_with_process_group", None)
@@ -52,7 +51,7 @@ def check_rank(call: str, name: str, rank: object, group: dist.ProcessGroup) -> 
         ArgumentTypeError: It is not an integer.
         ProcessGroupError: The group does not have it.
     """
-    expect(call, name, rank, int)
+    require(rank, int, f"{call}: {name} is an int", ArgumentTypeError, without=bool)
     size = dist.get_world_size(group)
     if rank not in range(size):
         raise ProcessGroupError(

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from shoal_dtensor.internal import Box, box_at, format_box, gap, overlap
+from shoal_mesh.internal import require, require_each
 
 from .._torch import RemoteDevice
-from ..arguments import expect, expect_all
-from ..errors import ShardingSpecError
+from ..errors import ArgumentTypeError, ShardingSpecError
 
 Layout = tuple[tuple[int, Box], ...]
 """(global rank, box) of every shard, in the order of the metadata.
@@ -55,8 +55,20 @@ class ShardMetadata:
         shard_sizes: Sequence[int],
         placement: str | RemoteDevice | None = None,
     ) -> None:
-        expect_all("ShardMetadata", "shard_offsets", shard_offsets, int, error=ShardingSpecError)
-        expect_all("ShardMetadata", "shard_sizes", shard_sizes, int, error=ShardingSpecError)
+        require_each(
+            shard_offsets,
+            int,
+            "ShardMetadata: shard_offsets is a sequence of ints",
+            ShardingSpecError,
+            without=bool,
+        )
+        require_each(
+            shard_sizes,
+            int,
+            "ShardMetadata: shard_sizes is a sequence of ints",
+            ShardingSpecError,
+            without=bool,
+        )
         offsets = list(shard_offsets)
         sizes = list(shard_sizes)
         has_negative = any(number < 0 for number in [*offsets, *sizes])
@@ -159,7 +171,12 @@ class TensorProperties:
         Raises:
             ArgumentTypeError: It is not a tensor.
         """
-        expect("TensorProperties.create_from_tensor", "tensor", tensor, torch.Tensor)
+        require(
+            tensor,
+            torch.Tensor,
+            "TensorProperties.create_from_tensor: tensor is a Tensor",
+            ArgumentTypeError,
+        )
         return TensorProperties(
             tensor.dtype,
             tensor.layout,
@@ -229,7 +246,12 @@ def validate_non_overlapping_shards_metadata(shards: Sequence[ShardMetadata]) ->
         >>> first, second = ShardMetadata([0], [2]), ShardMetadata([2], [2])
         >>> validate_non_overlapping_shards_metadata([first, second])
     """
-    expect_all("validate_non_overlapping_shards_metadata", "shards", shards, ShardMetadata)
+    require_each(
+        shards,
+        ShardMetadata,
+        "validate_non_overlapping_shards_metadata: shards is a sequence of ShardMetadata",
+        ArgumentTypeError,
+    )
     for i, shard in enumerate(shards):
         first_ndim = len(shards[0].shard_sizes)
         ndim = len(shard.shard_sizes)
@@ -263,8 +285,19 @@ def check_tensor(shards_metadata: Sequence[ShardMetadata], tensor_dims: Sequence
     Example:
         >>> check_tensor([ShardMetadata([0], [2]), ShardMetadata([2], [2])], (4,))
     """
-    expect_all("check_tensor", "shards_metadata", shards_metadata, ShardMetadata)
-    expect_all("check_tensor", "tensor_dims", tensor_dims, int)
+    require_each(
+        shards_metadata,
+        ShardMetadata,
+        "check_tensor: shards_metadata is a sequence of ShardMetadata",
+        ArgumentTypeError,
+    )
+    require_each(
+        tensor_dims,
+        int,
+        "check_tensor: tensor_dims is a sequence of ints",
+        ArgumentTypeError,
+        without=bool,
+    )
     size = tuple(tensor_dims)
     if not shards_metadata:
         raise ShardingSpecError(f"a tensor of size {size} needs at least one shard, got none")

@@ -16,10 +16,10 @@ import torch
 from torch.distributed import ProcessGroup
 
 from shoal_dtensor.internal import Box, shape_of, volume
+from shoal_mesh.internal import require, require_each
 
 from .._torch import RemoteDevice
-from ..arguments import expect, expect_all
-from ..errors import ShardingSpecError
+from ..errors import ArgumentTypeError, ShardingSpecError
 from .metadata import (
     ShardedTensorMetadata,
     ShardMetadata,
@@ -108,8 +108,19 @@ class ShardingSpec(ABC):
 
 def _check_build_arguments(spec: ShardingSpec, tensor_sizes: Any, tensor_properties: Any) -> None:
     call = f"{type(spec).__name__}.build_metadata"
-    expect_all(call, "tensor_sizes", tensor_sizes, int)
-    expect(call, "tensor_properties", tensor_properties, TensorProperties)
+    require_each(
+        tensor_sizes,
+        int,
+        f"{call}: tensor_sizes is a sequence of ints",
+        ArgumentTypeError,
+        without=bool,
+    )
+    require(
+        tensor_properties,
+        TensorProperties,
+        f"{call}: tensor_properties is a TensorProperties",
+        ArgumentTypeError,
+    )
 
 
 @dataclass(frozen=True, eq=True)
@@ -141,14 +152,18 @@ class ChunkShardingSpec(ShardingSpec):
     placements: list[RemoteDevice]
 
     def __init__(self, dim: int | str, placements: Sequence[str | RemoteDevice]) -> None:
-        expect("ChunkShardingSpec", "dim", dim, int, str, error=ShardingSpecError)
-        expect_all(
-            "ChunkShardingSpec",
-            "placements",
+        require(
+            dim,
+            int | str,
+            "ChunkShardingSpec: dim is an int or a str",
+            ShardingSpecError,
+            without=bool,
+        )
+        require_each(
             placements,
-            str,
-            RemoteDevice,
-            error=ShardingSpecError,
+            str | RemoteDevice,
+            "ChunkShardingSpec: placements is a sequence of strings or RemoteDevice",
+            ShardingSpecError,
         )
         if not placements:
             raise ShardingSpecError("ChunkShardingSpec needs at least one placement, got none")
@@ -172,7 +187,9 @@ class ChunkShardingSpec(ShardingSpec):
             >>> ChunkShardingSpec("rows", ["rank:0/cpu"]).on_names(["batch", "rows"]).dim
             1
         """
-        expect_all("on_names", "names", names, str, type(None))
+        require_each(
+            names, str | None, "on_names: names is a sequence of strings or None", ArgumentTypeError
+        )
         if not isinstance(self.dim, str):
             return self
         if self.dim not in names:
@@ -231,7 +248,13 @@ def get_split_size(dim_size: int, chunks: int) -> int:
         >>> get_split_size(5, 4)
         2
     """
-    expect_all("get_split_size", "(dim_size, chunks)", (dim_size, chunks), int)
+    require_each(
+        (dim_size, chunks),
+        int,
+        "get_split_size: dim_size and chunks are ints",
+        ArgumentTypeError,
+        without=bool,
+    )
     if chunks < 1:
         raise ShardingSpecError(f"get_split_size: chunks must be at least 1, got {chunks}")
     return (dim_size + chunks - 1) // chunks
@@ -253,7 +276,13 @@ def get_chunked_dim_size(dim_size: int, split_size: int, idx: int) -> int:
         [2, 2, 1, 0]
     """
     numbers = (dim_size, split_size, idx)
-    expect_all("get_chunked_dim_size", "(dim_size, split_size, idx)", numbers, int)
+    require_each(
+        numbers,
+        int,
+        "get_chunked_dim_size: dim_size, split_size and idx are ints",
+        ArgumentTypeError,
+        without=bool,
+    )
     # Example: a dim of 5 in chunks of 2 -> 1 remains for chunk 2, and -1 for chunk 3.
     remaining = dim_size - idx * split_size
     return min(max(remaining, 0), split_size)
@@ -278,8 +307,13 @@ def get_chunk_sharding_params(
         >>> get_chunk_sharding_params(5, 2, ChunkShardingSpec(0, ["rank:1/cpu", "rank:0/cpu"]), 0)
         (3, 2)
     """
-    expect("get_chunk_sharding_params", "spec", spec, ChunkShardingSpec)
-    expect("get_chunk_sharding_params", "rank", rank, int)
+    require(
+        spec,
+        ChunkShardingSpec,
+        "get_chunk_sharding_params: spec is a ChunkShardingSpec",
+        ArgumentTypeError,
+    )
+    require(rank, int, "get_chunk_sharding_params: rank is an int", ArgumentTypeError, without=bool)
     split = get_split_size(sharding_dim_size, world_size)
     for index, placement in enumerate(spec.placements):
         if placement.rank() == rank:
@@ -312,8 +346,11 @@ class EnumerableShardingSpec(ShardingSpec):
     shards: list[ShardMetadata]
 
     def __post_init__(self) -> None:
-        expect_all(
-            "EnumerableShardingSpec", "shards", self.shards, ShardMetadata, error=ShardingSpecError
+        require_each(
+            self.shards,
+            ShardMetadata,
+            "EnumerableShardingSpec: shards is a sequence of ShardMetadata",
+            ShardingSpecError,
         )
         if not self.shards:
             raise ShardingSpecError("EnumerableShardingSpec needs at least one shard, got none")
@@ -342,11 +379,11 @@ def _infer_sharding_spec_from_shards_metadata(
     shards_metadata: Sequence[ShardMetadata],
 ) -> ShardingSpec:
     """Return a ChunkShardingSpec with these shards, in any order, or else one that lists them."""
-    expect_all(
-        "_infer_sharding_spec_from_shards_metadata",
-        "shards_metadata",
+    require_each(
         shards_metadata,
         ShardMetadata,
+        "_infer_sharding_spec_from_shards_metadata: shards_metadata is a sequence of ShardMetadata",
+        ArgumentTypeError,
     )
     shards = list(shards_metadata)
     return _as_chunks(shards) or EnumerableShardingSpec(shards)

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..arguments import expect
-from ..errors import NotExpressibleError, UnsupportedOpError
+from shoal_mesh.internal import require
+
+from ..errors import ArgumentTypeError, NotExpressibleError, UnsupportedOpError
 from ..ops.via_dtensor import DTensorCall, implicit_reshard
 from ..spec.specs import ShardingSpec
 from .shard import Shard
@@ -80,7 +81,12 @@ def full(
         >>> full(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), [3], 7).full_tensor()
         tensor([7., 7., 7.])
     """
-    expect("full", "fill_value", fill_value, bool, int, float, complex, torch.Tensor)
+    require(
+        fill_value,
+        bool | int | float | complex | torch.Tensor,
+        "full: fill_value is a number or a Tensor",
+        ArgumentTypeError,
+    )
     return _fill(empty(sharding_spec, size, **properties), fill_value)
 
 

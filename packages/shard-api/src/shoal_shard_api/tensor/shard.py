@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from shoal_dtensor.internal import format_box, slices_of
+from shoal_mesh.internal import require, require_each
 
-from ..arguments import expect, expect_all, expect_plain
+from ..arguments import require_plain
 from ..errors import ArgumentTypeError, LocalShardError, ShardingSpecError, UnsupportedOpError
 from ..ranks.process_groups import agree_on, members, resolve
 from ..spec.metadata import (
@@ -52,8 +53,10 @@ class Shard:
     metadata: ShardMetadata
 
     def __post_init__(self) -> None:
-        expect_plain("Shard", "tensor", self.tensor)
-        expect("Shard", "metadata", self.metadata, ShardMetadata)
+        require_plain(self.tensor, "Shard: tensor is a plain strided tensor")
+        require(
+            self.metadata, ShardMetadata, "Shard: metadata is a ShardMetadata", ArgumentTypeError
+        )
         placement = self.metadata.placement
         size = list(self.tensor.shape)
         expected = self.metadata.shard_sizes
@@ -84,8 +87,14 @@ class Shard:
             ArgumentTypeError: ``tensor`` is not a tensor, or ``rank`` not an integer.
             ShardingSpecError: The offsets are not one integer >= 0 for each dim.
         """
-        expect_plain("Shard.from_tensor_and_offsets", "tensor", tensor)
-        expect("Shard.from_tensor_and_offsets", "rank", rank, int)
+        require_plain(tensor, "Shard.from_tensor_and_offsets: tensor is a plain strided tensor")
+        require(
+            rank,
+            int,
+            "Shard.from_tensor_and_offsets: rank is an int",
+            ArgumentTypeError,
+            without=bool,
+        )
         placement = f"rank:{rank}/{tensor.device}"
         return cls(tensor, ShardMetadata(shard_offsets, list(tensor.size()), placement))
 
@@ -127,8 +136,10 @@ def narrow_tensor(tensor: torch.Tensor, metadata: ShardMetadata) -> torch.Tensor
         >>> narrow_tensor(torch.arange(6), ShardMetadata([2], [3]))
         tensor([2, 3, 4])
     """
-    expect("narrow_tensor", "tensor", tensor, torch.Tensor)
-    expect("narrow_tensor", "metadata", metadata, ShardMetadata)
+    require(tensor, torch.Tensor, "narrow_tensor: tensor is a Tensor", ArgumentTypeError)
+    require(
+        metadata, ShardMetadata, "narrow_tensor: metadata is a ShardMetadata", ArgumentTypeError
+    )
     box = metadata.box
     same_ndim = len(box) == tensor.dim()
     if not same_ndim or not is_inside(box, tensor.shape):
@@ -243,7 +254,12 @@ def _check_local(shards: Any, size: tuple[int | None, ...]) -> None:
     rank = dist.get_rank()
     if size.count(None) > 1:
         raise ShardingSpecError(f"at most one dim of the global size may be None, got {size}")
-    expect_all("init_from_local_shards", "local_shards", shards, Shard)
+    require_each(
+        shards,
+        Shard,
+        "init_from_local_shards: local_shards is a sequence of Shard",
+        ArgumentTypeError,
+    )
     if None in size and len(shards) != 1:
         raise LocalShardError(
             f"a size with None, {size}, needs one shard on every rank; got {len(shards)}"
@@ -289,7 +305,12 @@ def checked_metadata(
         ShardingSpecError: A shard is on no rank of the group, the shards overlap or do not cover
             the size, or they are not dense.
     """
-    expect("ShardedTensor", "metadata", metadata, ShardedTensorMetadata)
+    require(
+        metadata,
+        ShardedTensorMetadata,
+        "ShardedTensor: metadata is a ShardedTensorMetadata",
+        ArgumentTypeError,
+    )
     ranks = members(group)
     for index, shard in enumerate(metadata.shards_metadata):
         if shard.rank not in ranks:

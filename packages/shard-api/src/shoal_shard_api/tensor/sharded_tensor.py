@@ -18,10 +18,15 @@ import torch.distributed as dist
 from shoal_dtensor import DTensor
 from shoal_dtensor.internal import ShardedKind, chunks_of, install_staging, refuse_in_c, write_items
 from shoal_mesh import Comm
-from shoal_mesh.internal import html_table, kind_of
+from shoal_mesh.internal import html_table, kind_of, require
 
-from ..arguments import expect
-from ..errors import CheckpointError, LocalShardError, SpecTypeError, UnsupportedOpError
+from ..errors import (
+    ArgumentTypeError,
+    CheckpointError,
+    LocalShardError,
+    SpecTypeError,
+    UnsupportedOpError,
+)
 from ..ops import dispatch, via_dtensor
 from ..ranks.process_groups import (
     ProcessGroupState,
@@ -160,7 +165,9 @@ class ShardedTensor(ShardedTensorConstructors):
             SpecTypeError: ``spec`` is not a ShardingSpec.
             ShardingSpecError: ``spec`` does not fit the size or the group.
         """
-        expect("ShardedTensor.resharded", "spec", spec, ShardingSpec, error=SpecTypeError)
+        require(
+            spec, ShardingSpec, "ShardedTensor.resharded: spec is a ShardingSpec", SpecTypeError
+        )
         properties = self.metadata().tensor_properties
         group = self._process_group
         metadata = checked_metadata(spec.build_metadata(self.size(), properties), group)
@@ -238,9 +245,11 @@ class ShardedTensor(ShardedTensorConstructors):
 
     def _check_gather(self, dst: Any, out: Any, dtype: Any, enforce_dtype: Any) -> None:
         check_rank("gather", "dst", dst, self._process_group)
-        expect("gather", "out", out, torch.Tensor, optional=True)
-        expect("gather", "enforce_dtype", enforce_dtype, bool)
-        expect("gather", "dtype", dtype, torch.dtype, optional=True)
+        require(out, torch.Tensor | None, "gather: out is a Tensor or None", ArgumentTypeError)
+        require(enforce_dtype, bool, "gather: enforce_dtype is a bool", ArgumentTypeError)
+        require(
+            dtype, torch.dtype | None, "gather: dtype is a torch.dtype or None", ArgumentTypeError
+        )
         if dist.get_rank(self._process_group) != dst:
             if out is not None:
                 raise LocalShardError(f"gather: out must be None on every rank but dst={dst}")
@@ -379,7 +388,9 @@ class ShardedTensor(ShardedTensorConstructors):
             >>> ShardedTensor.from_dtensor(ones(rows, 4).to_dtensor() * 2).full_tensor()
             tensor([2., 2., 2., 2.])
         """
-        expect("ShardedTensor.from_dtensor", "dtensor", dtensor, DTensor)
+        require(
+            dtensor, DTensor, "ShardedTensor.from_dtensor: dtensor is a DTensor", ArgumentTypeError
+        )
         result: ShardedTensor = via_dtensor.from_dtensor(cls, dtensor)
         return result
 

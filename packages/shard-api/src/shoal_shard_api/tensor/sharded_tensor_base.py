@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from shoal_dtensor.internal import make_wrapper
+from shoal_mesh.internal import require, require_each
 
-from ..arguments import expect, expect_all, expect_plain
-from ..errors import LocalShardError, ShardingSpecError, UnsupportedOpError
+from ..arguments import require_plain
+from ..errors import ArgumentTypeError, LocalShardError, ShardingSpecError, UnsupportedOpError
 from ..ranks.process_groups import _get_current_process_group, check_rank, comm_of, resolve
 from ..ranks.reshard import scatter
 from ..spec.metadata import Layout, ShardedTensorMetadata, TensorProperties
@@ -78,14 +79,37 @@ class ShardedTensorBase(torch.Tensor):
         strides: Sequence[int] | None = None,
     ) -> Self:
         """See the class."""
-        expect(cls.__name__, "sharding_spec", sharding_spec, ShardingSpec)
-        expect(cls.__name__, "dtype", dtype, torch.dtype, optional=True)
-        expect(cls.__name__, "layout", layout, torch.layout)
-        expect(cls.__name__, "requires_grad", requires_grad, bool)
-        expect(cls.__name__, "pin_memory", pin_memory, bool)
-        expect(cls.__name__, "memory_format", memory_format, torch.memory_format)
+        require(
+            sharding_spec,
+            ShardingSpec,
+            f"{cls.__name__}: sharding_spec is a ShardingSpec",
+            ArgumentTypeError,
+        )
+        require(
+            dtype,
+            torch.dtype | None,
+            f"{cls.__name__}: dtype is a torch.dtype or None",
+            ArgumentTypeError,
+        )
+        require(
+            layout, torch.layout, f"{cls.__name__}: layout is a torch.layout", ArgumentTypeError
+        )
+        require(requires_grad, bool, f"{cls.__name__}: requires_grad is a bool", ArgumentTypeError)
+        require(pin_memory, bool, f"{cls.__name__}: pin_memory is a bool", ArgumentTypeError)
+        require(
+            memory_format,
+            torch.memory_format,
+            f"{cls.__name__}: memory_format is a torch.memory_format",
+            ArgumentTypeError,
+        )
         if strides is not None:
-            expect_all(cls.__name__, "strides", strides, int)
+            require_each(
+                strides,
+                int,
+                f"{cls.__name__}: strides is a sequence of ints",
+                ArgumentTypeError,
+                without=bool,
+            )
         dtype = dtype or torch.get_default_dtype()
         properties = TensorProperties(
             dtype,
@@ -195,11 +219,24 @@ class ShardedTensorBase(torch.Tensor):
         sharding_spec: ShardingSpec | None = None,
     ) -> Self:
         """Wrap shards and metadata without comparing them between ranks; no communication."""
-        expect(
-            cls.__name__, "sharded_tensor_metadata", sharded_tensor_metadata, ShardedTensorMetadata
+        require(
+            sharded_tensor_metadata,
+            ShardedTensorMetadata,
+            f"{cls.__name__}: sharded_tensor_metadata is a ShardedTensorMetadata",
+            ArgumentTypeError,
         )
-        expect_all(cls.__name__, "local_shards", local_shards, Shard)
-        expect(cls.__name__, "sharding_spec", sharding_spec, ShardingSpec, optional=True)
+        require_each(
+            local_shards,
+            Shard,
+            f"{cls.__name__}: local_shards is a sequence of Shard",
+            ArgumentTypeError,
+        )
+        require(
+            sharding_spec,
+            ShardingSpec | None,
+            f"{cls.__name__}: sharding_spec is a ShardingSpec or None",
+            ArgumentTypeError,
+        )
         shards = sharded_tensor_metadata.shards_metadata
         for shard in local_shards:
             if shard.metadata not in shards:
@@ -290,8 +327,15 @@ class ShardedTensorConstructors(ShardedTensorBase):
     ) -> Self:
         """Local tensor -> sharded: wrap the tensor of this rank's only shard; no communication."""
         group = group_of(process_group, init_rrefs)
-        expect_plain("_init_from_local_tensor", "local_tensor", local_tensor)
-        expect("_init_from_local_tensor", "sharding_spec", sharding_spec, ShardingSpec)
+        require_plain(
+            local_tensor, "_init_from_local_tensor: local_tensor is a plain strided tensor"
+        )
+        require(
+            sharding_spec,
+            ShardingSpec,
+            "_init_from_local_tensor: sharding_spec is a ShardingSpec",
+            ArgumentTypeError,
+        )
         properties = TensorProperties.of_shards_like(local_tensor)
         size = torch.Size(flatten_size(global_size))
         metadata = checked_metadata(sharding_spec.build_metadata(size, properties), group)
@@ -317,8 +361,15 @@ class ShardedTensorConstructors(ShardedTensorBase):
         """Local shards -> sharded: wrap shards and metadata; no communication, no copy."""
         group = group_of(process_group, init_rrefs)
         call = "_init_from_local_shards_and_global_metadata"
-        expect_all(call, "local_shards", local_shards, Shard)
-        expect(call, "sharding_spec", sharding_spec, ShardingSpec, optional=True)
+        require_each(
+            local_shards, Shard, f"{call}: local_shards is a sequence of Shard", ArgumentTypeError
+        )
+        require(
+            sharding_spec,
+            ShardingSpec | None,
+            f"{call}: sharding_spec is a ShardingSpec or None",
+            ArgumentTypeError,
+        )
         metadata = checked_metadata(sharded_tensor_metadata, group)
         local_tensors = ordered_for(local_shards, metadata)
         return cls._wrap(sharding_spec, metadata, local_tensors, group)
@@ -333,7 +384,7 @@ class ShardedTensorConstructors(ShardedTensorBase):
     ) -> Self:
         """Plain on ``src_rank`` -> sharded: see ``ShardingSpec.shard``."""
         group = resolve(process_group)
-        expect_plain("ShardingSpec.shard", "tensor", tensor)
+        require_plain(tensor, "ShardingSpec.shard: tensor is a plain strided tensor")
         check_rank("ShardingSpec.shard", "src_rank", src_rank, group)
         properties = TensorProperties.of_shards_like(tensor)
         metadata = checked_metadata(spec.build_metadata(tensor.size(), properties), group)
