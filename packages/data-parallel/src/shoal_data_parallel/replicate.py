@@ -35,6 +35,7 @@ from shoal_dtensor.internal import (
     with_methods,
 )
 from shoal_mesh import DeviceMesh, broadcast, current_mesh
+from shoal_mesh.internal import parts_like, positions_by_dtype
 
 from .fsdp_module import FSDPModule, refusing_methods_of_units
 from .fully_shard import check_modules, install_unit, mesh_of_all_ranks
@@ -555,16 +556,13 @@ class Replicas(Reducer):
     @torch.no_grad()
     def _send_buffers(self) -> None:
         """Copy the buffers of the first data-parallel rank to the others, one message per dtype."""
-        of_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for buffer in self.module.buffers():
-            local = local_of(buffer)
-            of_dtype.setdefault(local.dtype, []).append(local)
-        for locals_ in of_dtype.values():
-            packed = torch.cat([local.flatten() for local in locals_])
-            sizes = [local.numel() for local in locals_]
-            received = torch.split(broadcast(packed, self.axes.comm), sizes)
-            for local, values in zip(locals_, received, strict=True):
-                local.copy_(values.view_as(local))
+        buffers = [local_of(buffer) for buffer in self.module.buffers()]
+        for positions in positions_by_dtype([buffer.dtype for buffer in buffers]):
+            same_dtype = [buffers[i] for i in positions]
+            packed = torch.cat([buffer.flatten() for buffer in same_dtype])
+            received = broadcast(packed, self.axes.comm)
+            for buffer, values in zip(same_dtype, parts_like(received, same_dtype), strict=True):
+                buffer.copy_(values)
 
     @torch.no_grad()
     def gather(self) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal_mesh import Comm
-from shoal_mesh.internal import copy_each
+from shoal_mesh.internal import copy_each, parts_like, positions_by_dtype
 
 from ._torch.compiling import is_tracing
 
@@ -43,15 +43,15 @@ def upload_packed(
     """
     sent = [*tensors]
     # Example: tensors of (2,) and (3, 4) of one dtype are 14 elements in one copy.
-    for members in _positions_by_dtype(dtypes):
-        dtype = dtypes[members[0]]
-        sizes = [tensors[i].numel() for i in members]
-        staged = torch.empty(sum(sizes), dtype=dtype, pin_memory=pins(device), device="cpu")
-        flat_tensors = [tensors[i].reshape(-1) for i in members]
-        copy_each(list(torch.split(staged, sizes)), flat_tensors)
+    for positions in positions_by_dtype(dtypes):
+        same_dtype = [tensors[i] for i in positions]
+        count = sum([tensor.numel() for tensor in same_dtype])
+        dtype = dtypes[positions[0]]
+        staged = torch.empty(count, dtype=dtype, pin_memory=pins(device), device="cpu")
+        copy_each(parts_like(staged, same_dtype), same_dtype)
         arriving = staged.to(device, non_blocking=True)
-        for i, flat in zip(members, torch.split(arriving, sizes), strict=True):
-            sent[i] = flat.view(tensors[i].shape)
+        for i, part in zip(positions, parts_like(arriving, same_dtype), strict=True):
+            sent[i] = part
     return sent
 
 
@@ -70,12 +70,11 @@ def download(tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
     The returned function waits for the copies and returns them.
     """
     arriving = [*tensors]
-    for members in _positions_by_dtype([tensor.dtype for tensor in tensors]):
-        flat_tensors = [tensors[i].reshape(-1) for i in members]
-        packed = start_copy(torch.cat(flat_tensors))
-        sizes = [tensors[i].numel() for i in members]
-        for i, flat in zip(members, torch.split(packed, sizes), strict=True):
-            arriving[i] = flat.view(tensors[i].shape)
+    for positions in positions_by_dtype([tensor.dtype for tensor in tensors]):
+        same_dtype = [tensors[i] for i in positions]
+        packed = start_copy(torch.cat([tensor.reshape(-1) for tensor in same_dtype]))
+        for i, part in zip(positions, parts_like(packed, same_dtype), strict=True):
+            arriving[i] = part
     event = arrival_on(tensors[0].device)
 
     def arrived() -> list[Tensor]:
@@ -98,11 +97,3 @@ def arrival_on(device: torch.device) -> torch.Event | None:
 def device_of_numbers(comm: Comm, device: torch.device | str) -> torch.device:
     """Return the device for exchanging a few host numbers: the CPU if the backend sends from it."""
     return torch.device("cpu" if "cpu:" in comm.backend else device)
-
-
-def _positions_by_dtype(dtypes: Sequence[torch.dtype]) -> list[list[int]]:
-    """Return lists of positions that have the same dtype."""
-    positions: dict[torch.dtype, list[int]] = {}
-    for i, dtype in enumerate(dtypes):
-        positions.setdefault(dtype, []).append(i)
-    return [*positions.values()]

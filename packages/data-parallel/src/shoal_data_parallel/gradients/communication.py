@@ -21,6 +21,7 @@ from torch import Tensor
 
 from shoal_dtensor import Spec
 from shoal_dtensor.internal import intersect
+from shoal_mesh.internal import positions_by_dtype
 
 from ..parameters.data_axes import DataAxes
 
@@ -228,11 +229,10 @@ class _Buffers:
 
 def _by_dtype(moves: Sequence[tuple[Spec, Spec]]) -> list[list[int]]:
     """Return the indices of the tensors that move, grouped by dtype."""
-    found: dict[torch.dtype, list[int]] = {}
-    for i, (source, target) in enumerate(moves):
-        if source is not target:
-            found.setdefault(source.dtype, []).append(i)
-    return [*found.values()]
+    dtypes: list[torch.dtype | None] = []
+    for source, target in moves:
+        dtypes.append(None if source is target else source.dtype)
+    return positions_by_dtype(dtypes)
 
 
 class CustomGather:

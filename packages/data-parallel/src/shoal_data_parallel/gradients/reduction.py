@@ -25,7 +25,7 @@ from shoal_dtensor.internal import (
     redistribute_shards,
 )
 from shoal_mesh import purpose
-from shoal_mesh.internal import with_own_groups
+from shoal_mesh.internal import parts_like, positions_by_dtype, with_own_groups
 
 from .._torch import call_on_stream, divide_each
 from ..parameters.data_axes import DataAxes
@@ -378,20 +378,17 @@ def _collect(group: Group, grads: Grads, kept: Kept) -> _Collected:
 
 def _hooked(reduced: list[Tensor], hook: Callable[[Tensor], None], stream: Any) -> list[Tensor]:
     """Pass gradients to a hook, one flat tensor per dtype, which it may write to."""
-    at_dtype: dict[torch.dtype, list[int]] = {}
-    for at, gradient in enumerate(reduced):
-        at_dtype.setdefault(gradient.dtype, []).append(at)
-    found = list(reduced)
-    for places in at_dtype.values():
-        flat = torch.cat([reduced[at].reshape(-1) for at in places])
+    hooked = list(reduced)
+    for positions in positions_by_dtype([gradient.dtype for gradient in reduced]):
+        same_dtype = [reduced[i] for i in positions]
+        flat = torch.cat([gradient.reshape(-1) for gradient in same_dtype])
         if stream is None:
             hook(flat)
         else:
             call_on_stream(stream, hook, flat)
-        parts = torch.split(flat, [reduced[at].numel() for at in places])
-        for at, part in zip(places, parts, strict=True):
-            found[at] = part.view(reduced[at].shape)
-    return found
+        for i, part in zip(positions, parts_like(flat, same_dtype), strict=True):
+            hooked[i] = part
+    return hooked
 
 
 def arrived(reductions: Sequence[GroupReduction]) -> list[dict[int, Tensor]]:

@@ -28,6 +28,7 @@ from .calls import (
     require_tensors,
     resolve,
 )
+from .flat_messages import parts_like
 from .graph_dependences import bound
 
 Blocks = Sequence[Sequence[Tensor]]
@@ -199,11 +200,8 @@ def _pack(blocks: Sequence[Tensor], like: Tensor | None) -> Tensor:
         return joined
     if all(block.is_contiguous() for block in filled):
         return torch.cat([block.view(-1) for block in filled])
-    counts = [block.numel() for block in filled]
-    flat = filled[0].new_empty((sum(counts),))
-    segments = torch.split(flat, counts)
-    for segment, block in zip(segments, filled, strict=True):
-        segment.view(block.shape).copy_(block)
+    flat = filled[0].new_empty((_count(filled),))
+    _copy_each(filled, parts_like(flat, filled))
     return flat
 
 
@@ -242,14 +240,9 @@ def unpack_blocks(flat: Tensor, out: Sequence[Tensor]) -> None:
 
 def _unpack(flat: Tensor, out: Sequence[Tensor]) -> None:
     """Run `unpack_blocks` on checked arguments."""
-    # number of elements that are unpacked so far
-    start = 0
-    for block in out:
-        count = block.numel()
-        if count:
-            segment = flat[start : start + count]
-            block.copy_(segment.view(block.shape))
-            start += count
+    filled = [block for block in out if block.numel()]
+    if filled:
+        _copy_each(parts_like(flat, filled), filled)
 
 
 def _check(blocks: Blocks, comm: Comm, out: Blocks) -> bool:

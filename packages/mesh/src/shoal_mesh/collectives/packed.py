@@ -22,6 +22,7 @@ from ..transport import Flat, Pending, Sizes
 from . import calls
 from .calls import Along, are_equal, check_sizes, checked_each, normal_dim, refuse_uneven
 from .even import reduced, reduced_blocks
+from .flat_messages import positions_by_dtype
 from .reductions import in_tree, reduction
 
 _FUNCTIONAL = {
@@ -198,14 +199,12 @@ def _coalesced(
     """Call `run` with the tensors of each dtype; return the results in the order of the tensors."""
     if calls.loses_gradient(tensors):
         calls.refuse_gradient(partial(_coalesced, name, tensors, comm, run, dim=dim, op=op))
-    positions: dict[torch.dtype, list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        # float32, int64, float32: [0, 2] and [1]
-        positions.setdefault(tensor.dtype, []).append(i)
+    # float32, int64, float32: [0, 2] and [1]
+    positions = positions_by_dtype([tensor.dtype for tensor in tensors])
 
     def run_each() -> list[Tensor]:
         out = list(tensors)
-        for indices in positions.values():
+        for indices in positions:
             results = run([tensors[i] for i in indices])
             for i, result in zip(indices, results, strict=True):
                 out[i] = result

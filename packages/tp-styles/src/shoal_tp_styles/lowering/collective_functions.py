@@ -29,7 +29,7 @@ from shoal_dtensor.internal import (
     whole_when_compiled,
 )
 from shoal_mesh import Comm, all_gather, all_gather_v, all_reduce, reduce_scatter, reduce_scatter_v
-from shoal_mesh.internal import all_reduce_
+from shoal_mesh.internal import all_reduce_, parts_like, positions_by_dtype
 
 # Sizes of the ranks' shards; None: equal ones.
 Sizes = tuple[int, ...] | None
@@ -161,12 +161,11 @@ def sum_over_ranks(tensors: list[Tensor | None], comm: Comm | None) -> list[Tens
     if comm is None or comm.size == 1:
         return tensors
     summed = list(tensors)
-    present = [(i, tensor) for i, tensor in enumerate(tensors) if tensor is not None]
-    for dtype in dict.fromkeys(tensor.dtype for _, tensor in present):
-        same_dtype = [(i, tensor) for i, tensor in present if tensor.dtype is dtype]
-        flat = torch.cat([tensor.reshape(-1) for _, tensor in same_dtype])
+    dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
+    for positions in positions_by_dtype(dtypes):
+        same_dtype = [present for i in positions if (present := tensors[i]) is not None]
+        flat = torch.cat([tensor.reshape(-1) for tensor in same_dtype])
         flat = all_reduce_(flat, comm)
-        totals = torch.split_with_sizes(flat, [tensor.numel() for _, tensor in same_dtype])
-        for (i, tensor), total in zip(same_dtype, totals, strict=True):
-            summed[i] = total.view_as(tensor)
+        for i, total in zip(positions, parts_like(flat, same_dtype), strict=True):
+            summed[i] = total
     return summed

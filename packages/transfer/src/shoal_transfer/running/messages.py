@@ -14,7 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from shoal_mesh.internal import pack_blocks, unpack_blocks
+from shoal_mesh.internal import pack_blocks, parts_like, unpack_blocks
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _INDEX = torch.int32
@@ -100,9 +100,8 @@ class Outgoing:
 
     def pack(self, flat: Tensor) -> None:
         """Write the elements, cast to the dtype of the wire, to a flat tensor."""
-        sizes = [block.numel() for block in self.blocks]
-        for segment, block in zip(torch.split(flat, sizes), self.blocks, strict=True):
-            segment.view(block.shape).copy_(block)
+        for part, block in zip(parts_like(flat, self.blocks), self.blocks, strict=True):
+            part.copy_(block)
 
 
 @dataclass(slots=True)
