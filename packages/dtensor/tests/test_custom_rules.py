@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from shoal_dtensor import Replicate, Shard, distribute_tensor, register_rule, register_sharding
-from shoal_dtensor.errors import PlacementError
-from shoal_dtensor.rules import DuplicateRuleError, pointwise
+from shoal_dtensor.errors import ArgumentValueError, PlacementError
+from shoal_dtensor.rules import pointwise
 from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh
 from shoal_mesh.testing import fake_world
 
@@ -59,7 +59,7 @@ def test_a_rule_in_our_notation_and_its_replacement(mesh: DeviceMesh) -> None:
     op = scaled_sum("by_rule")
     register_rule(op, pointwise())
     assert run(op, mesh).placements == (Shard(0),)
-    with pytest.raises(DuplicateRuleError, match="replace=True"):
+    with pytest.raises(ArgumentValueError, match="replace=True"):
         register_rule(op, pointwise())
     register_rule([op], pointwise(linear=(0, 1)), replace=True)
     assert run(op, mesh).placements == (Shard(0),)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shoal_dtensor.errors import ArgumentValueError
 from shoal_dtensor.layout.memory_order import contiguous_stride
 from shoal_dtensor.layout.tensor_meta import TensorMeta
 from shoal_dtensor.rules import (
@@ -19,7 +20,6 @@ from shoal_dtensor.rules import (
     pointwise,
     product,
 )
-from shoal_dtensor.rules.language.notation import NotationError
 
 aten = torch.ops.aten
 
@@ -125,7 +125,7 @@ def test_pointwise_flags() -> None:
     ],
 )
 def test_unreadable_patterns_are_named(text: str, message: str) -> None:
-    with pytest.raises(NotationError, match=message):
+    with pytest.raises(ArgumentValueError, match=message):
         parse(text)
 
 
@@ -144,5 +144,5 @@ def test_misfits_are_named(text: str, shapes: list[tuple[int, ...]], message: st
     if message is None:
         assert factor_rows(parse(text), inputs, outputs) == [Row((S(0, 3),), (S(0),))]
         return
-    with pytest.raises(NotationError, match=message):
+    with pytest.raises(ArgumentValueError, match=message):
         factor_rows(parse(text), inputs, outputs)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from shoal_dtensor import TensorMeta
-from shoal_dtensor.rules import OpCall, P, R, Row, RowError, Rule, S
+from shoal_dtensor.errors import ArgumentValueError
+from shoal_dtensor.rules import OpCall, P, R, Row, Rule, S
 from shoal_dtensor.rules.language.op_call import schema_of
 
 aten = torch.ops.aten
@@ -46,7 +47,7 @@ def test_entries_under_computed_names_come_as_a_mapping() -> None:
     assert call.row({"self": S(1), "mat2": S(0)}, out=P("sum")) == call.row(
         self=S(1), mat2=S(0), out=P("sum")
     )
-    with pytest.raises(RowError, match="names other"):
+    with pytest.raises(ArgumentValueError, match="names other"):
         call.row({"other": S(0)}, out=R)
 
 
@@ -95,14 +96,15 @@ def test_lists_take_one_entry_for_all_or_one_each() -> None:
     assert call.row(tensors=[S(0), R], out=R).inputs == (S(0), R)
     split = call_of(aten.split.Tensor, meta(4, 6), 2, outputs=(meta(2, 6), meta(2, 6)))
     assert split.row(self=S(1), out=[S(1), R]).outputs == (S(1), R)
-    with pytest.raises(RowError, match="'tensors' is a list of 2 tensors, got 1 entries"):
+    with pytest.raises(ArgumentValueError, match="'tensors' is a list of 2 tensors, got 1 entries"):
         call.row(tensors=[S(0)])
 
 
 def test_a_name_that_the_operator_does_not_have_is_an_error() -> None:
     call = call_of(aten.mm.default, meta(4, 6), meta(6, 2), outputs=(meta(4, 2),))
     with pytest.raises(
-        RowError, match="a row names other, but the arguments are self, mat2 and the results out"
+        ArgumentValueError,
+        match="a row names other, but the arguments are self, mat2 and the results out",
     ):
         call.row(self=S(0), other=R)
 

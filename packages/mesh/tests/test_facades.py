@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 import shoal_mesh
+from shoal_mesh.errors import MeshError
+from shoal_mesh.facades import replaced_names
 
 NAME = shoal_mesh.__name__  # also in a host that vendors it
 AROUND = NAME.removesuffix("shoal_mesh")
@@ -27,3 +29,13 @@ def test_an_attribute_says_where_it_is_and_is_absent() -> None:
         _ = shoal_mesh.DTensor
     with pytest.raises(AttributeError, match=f"module '{NAME}' has no attribute 'unheard_of'"):
         _ = shoal_mesh.unheard_of
+
+
+def test_an_old_name_gives_the_class_that_replaces_it() -> None:
+    old_name = replaced_names("shapes", {"RingError": MeshError})
+    with pytest.warns(
+        DeprecationWarning, match=rf"shapes.RingError is now {NAME}.errors.MeshError"
+    ):
+        assert old_name("RingError") is MeshError
+    with pytest.raises(AttributeError, match="module 'shapes' has no attribute 'StarError'"):
+        old_name("StarError")

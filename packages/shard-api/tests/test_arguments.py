@@ -37,7 +37,6 @@ from shoal_shard_api.errors import (
     LocalShardError,
     MissingParameterError,
     ParameterError,
-    PlanTypeError,
     ProcessGroupError,
     RankMismatchError,
     ShardingSpecError,
@@ -344,7 +343,7 @@ MODULES: Wrong = {
         lambda g: shard_parameter(linear(), "wieght", ROWS),
     ),
     "shard_parameter: spec": (
-        PlanTypeError,
+        ArgumentTypeError,
         lambda g: shard_parameter(linear(), "weight", g.torch_spec),
     ),
     "shard_parameter: a spec of a class that has no name": (
@@ -368,22 +367,28 @@ MODULES: Wrong = {
         lambda g: shard_parameter(linear(), "weight", ROWS, 0, g.mesh),
     ),
     "shard_module: no module": (ArgumentTypeError, lambda g: shard_module(None, ShardingPlan({}))),
-    "shard_module: torch's plan": (PlanTypeError, lambda g: shard_module(linear(), g.torch_plan)),
+    "shard_module: torch's plan": (
+        ArgumentTypeError,
+        lambda g: shard_module(linear(), g.torch_plan),
+    ),
     "shard_module: path": (
-        PlanTypeError,
+        ArgumentTypeError,
         lambda g: shard_module(linear(), ShardingPlan({3: ROWS})),
     ),
-    "shard_module: no table": (PlanTypeError, lambda g: shard_module(linear(), ShardingPlan(None))),
+    "shard_module: no table": (
+        ArgumentTypeError,
+        lambda g: shard_module(linear(), ShardingPlan(None)),
+    ),
     "shard_module: outputs": (
-        PlanTypeError,
+        ArgumentTypeError,
         lambda g: shard_module(linear(), ShardingPlan({}, [ROWS])),
     ),
     "shard_module: one path": (
-        PlanTypeError,
+        ArgumentTypeError,
         lambda g: shard_module(linear(), ShardingPlan({}, None, "x")),
     ),
     "shard_module: torch's spec": (
-        PlanTypeError,
+        ArgumentTypeError,
         lambda g: shard_module(linear(), ShardingPlan({"weight": g.torch_spec})),
     ),
     "shard_module: source": (
@@ -437,7 +442,6 @@ BUILTIN = {
     LocalShardError: ValueError,
     MissingParameterError: AttributeError,
     ParameterError: ValueError,
-    PlanTypeError: TypeError,
     ProcessGroupError: RuntimeError,
     RankMismatchError: ValueError,
     ShardingSpecError: ValueError,
@@ -470,3 +474,9 @@ def test_a_class_of_torch_is_named_with_its_counterpart() -> None:
         g.tensor.resharded(g.torch_spec)
     with pytest.raises(ArgumentTypeError, match="DeviceMesh"):
         api.zeros(ROWS, 4, process_group=g.mesh)
+
+
+def test_old_names_of_errors_give_the_ones_that_replace_them() -> None:
+    for name, builtin in (("IndexRangeError", IndexError), ("PlanTypeError", TypeError)):
+        with pytest.deprecated_call(match=f"errors.{name} is now"):
+            assert issubclass(getattr(api.errors, name), builtin)

@@ -16,8 +16,8 @@ from sharding_cases import chunk, on_rank
 from shoal_mesh.testing import on_ranks
 from shoal_shard_api import Sharder, ShardingPlan, ShardingPlanner, shard_module
 from shoal_shard_api.errors import (
+    ArgumentTypeError,
     PlanConflictError,
-    PlanTypeError,
     SharderPathError,
     ShardingSpecError,
 )
@@ -174,7 +174,7 @@ def test_tied_parameters_that_a_plan_shards_differently() -> None:
 def test_the_errors_of_plans_have_their_own_types() -> None:
     for entries, kind, text in (
         ({"": Doubled()}, SharderPathError, "a Sharder needs the path"),
-        ({"up": 3}, PlanTypeError, r"plan\['up'\] is a ShardingSpec or a Sharder"),
+        ({"up": 3}, ArgumentTypeError, r"plan\['up'\] is a ShardingSpec or a Sharder"),
         ({"up.bias": chunk(3)}, ShardingSpecError, "up.bias: dim 3"),
     ):
         with pytest.raises(kind, match=text):

@@ -7,6 +7,8 @@ clauses keep working.
 
 from __future__ import annotations
 
+from shoal_mesh.internal import replaced_names
+
 
 class ShoalTensorError(Exception):
     """Base of every error that the dtensor layer raises on purpose."""
@@ -42,10 +44,6 @@ class RedistributeError(ShoalTensorError, ValueError):
 
 class NoRuleError(ShoalTensorError, NotImplementedError):
     """An operator without a sharding rule or decomposition, whose inputs must not be replicated."""
-
-
-class OptimizerError(ShoalTensorError, TypeError):
-    """An optimizer cannot do the requested step or load with DTensors."""
 
 
 class MixedTensorError(ShoalTensorError, RuntimeError):
@@ -112,3 +110,6 @@ class UnsupportedModuleError(StyleError, NotImplementedError):
 
 class SecondOrderError(StyleError, RuntimeError):
     """A local computation was differentiated twice; its backward is not differentiable."""
+
+
+__getattr__ = replaced_names(__name__, {"OptimizerError": ArgumentTypeError})

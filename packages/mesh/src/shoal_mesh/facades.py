@@ -6,6 +6,7 @@ A hint says which package has the name, or what replaces it.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
@@ -77,6 +78,36 @@ def facade(
         raise AttributeError(text)
 
     return lambda: names, raise_with_hint
+
+
+def replaced_names(module: str, replacements: Mapping[str, type]) -> Callable[[str], type]:
+    """Return the `__getattr__` of a module that has dropped classes in favour of others.
+
+    Each old name gives the class that replaces it, with a DeprecationWarning.
+
+    Args:
+        module: the name of the module.
+        replacements: the class for each old name.
+
+    Example:
+        >>> old_name = replaced_names("shapes", {"Circle": complex})
+        >>> import warnings
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     old_name("Circle")
+        <class 'complex'>
+        >>> print(caught[0].message)
+        shapes.Circle is now builtins.complex
+    """
+
+    def replacement(name: str) -> type:
+        if name not in replacements:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        new = replacements[name]
+        text = f"{module}.{name} is now {new.__module__}.{new.__qualname__}"
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        return new
+
+    return replacement
 
 
 def _hint(package: str, name: str, instead: Mapping[str, str]) -> str:

@@ -5,6 +5,9 @@ Every constructor takes one message, so that an error of one rank can be raised 
 
 from __future__ import annotations
 
+from shoal_dtensor.errors import OperatorIndexError
+from shoal_mesh.internal import replaced_names
+
 
 class ArgumentTypeError(TypeError, ValueError):
     """An argument of a type that the call does not accept; the message names the allowed types."""
@@ -12,10 +15,6 @@ class ArgumentTypeError(TypeError, ValueError):
 
 class ShardingSpecError(ValueError, RuntimeError):
     """A spec or a list of shards that does not fit: overlap, gap, unknown rank, or wrong dim."""
-
-
-class IndexRangeError(IndexError):
-    """An index beyond the size of the dim that it selects from."""
 
 
 class LocalShardError(ValueError):
@@ -32,10 +31,6 @@ class MissingParameterError(AttributeError):
 
 class ParameterError(ValueError):
     """An attribute that cannot be sharded: not a tensor, not contiguous, or sharded already."""
-
-
-class PlanTypeError(TypeError):
-    """A sharding plan, or an entry of it, of a wrong type."""
 
 
 class PlanConflictError(RuntimeError):
@@ -72,3 +67,7 @@ class NotExpressibleError(UnsupportedOpError):
 
 class CheckpointError(RuntimeError):
     """A checkpoint that cannot be loaded into this state dict; the state dict is unchanged."""
+
+
+_REPLACEMENTS = {"IndexRangeError": OperatorIndexError, "PlanTypeError": ArgumentTypeError}
+__getattr__ = replaced_names(__name__, _REPLACEMENTS)

@@ -18,11 +18,17 @@ from .._torch.compiling import is_tracing, never_compiled
 from .._torch.operators import OpOverload
 from .._torch.tensors import pytree
 from ..argument_types import check_mesh, suggests_keywords
-from ..errors import ArgumentTypeError, MixedTensorError, PlacementError, PlacementIndexError
+from ..errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    MixedTensorError,
+    PlacementError,
+    PlacementIndexError,
+)
 from ..layout.placements import Placement, Shard
 from ..layout.spec import Spec
 from ..layout.tensor_meta import TensorMeta
-from ..rules.language.rule import DuplicateRuleError, Entry, OpCall, R, Row, Rule, S
+from ..rules.language.rule import Entry, OpCall, R, Row, Rule, S
 from ..scopes import SCOPES
 from ..tensor.dtensor import DTensor
 from ..tensor.spec_arguments import layout_of_ranks
@@ -248,7 +254,7 @@ def register_rule(
         replace: allow an operator that has a rule already.
 
     Raises:
-        DuplicateRuleError: if an operator has a rule and `replace` is not set.
+        ArgumentValueError: if an operator has a rule and `replace` is not set.
 
     Example:
         >>> from shoal_dtensor.rules import pointwise
@@ -266,7 +272,7 @@ def register_rule(
 
     for overload in overloads:
         if overload in TABLE and not replace:
-            raise DuplicateRuleError(
+            raise ArgumentValueError(
                 f"{overload} has a rule already; pass replace=True to replace it"
             )
         TABLE[overload] = rule

@@ -48,7 +48,7 @@ from .._torch.tensors import (
     unwatched_by_subclasses,
     wrap_local,
 )
-from ..errors import OptimizerError, PlacementError
+from ..errors import ArgumentTypeError, PlacementError
 from ..layout.dim_sharding import DimSharding
 from ..layout.spec import Spec
 from ..redistribute.shards_in_flight import ShardsInFlight, redistribute_shards
@@ -77,7 +77,7 @@ def local_step(optimizer: O) -> O:
         optimizer: an optimizer of any class.
 
     Raises:
-        OptimizerError: if it is not certain that its update works element by element
+        ArgumentTypeError: if it is not certain that its update works element by element
             (`ELEMENTWISE`; subclasses may differ) and it is not a Muon.
 
     Example:
@@ -95,7 +95,7 @@ def local_step(optimizer: O) -> O:
     """
     if type(optimizer) not in _KINDS:
         names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
-        raise OptimizerError(
+        raise ArgumentTypeError(
             f"local_step: {type(optimizer).__name__} is not known to update element by element; "
             f"supported are {names} and Muon, without subclasses. Use {type(optimizer).__name__} "
             "without local_step: it works on DTensors through dispatch"

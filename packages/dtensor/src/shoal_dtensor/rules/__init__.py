@@ -3,9 +3,11 @@
 May import: _torch, errors, host_memory, layout, redistribute, rng, scopes.
 """
 
+from shoal_mesh.internal import replaced_names
+
+from ..errors import ArgumentValueError
 from .language.local_ops import all_reduced, sharding_axes
 from .language.notation import (
-    NotationError,
     Partials,
     Pattern,
     factor_rows,
@@ -17,7 +19,6 @@ from .language.notation import (
 from .language.op_call import OpSchema, schema_of
 from .language.rule import (
     ANY_NORM,
-    DuplicateRuleError,
     Entry,
     LocalCall,
     LocalFunction,
@@ -25,7 +26,6 @@ from .language.rule import (
     P,
     R,
     Row,
-    RowError,
     Rule,
     S,
     ShardingMap,
@@ -41,11 +41,9 @@ from .language.rule import (
 
 __all__ = [
     "ANY_NORM",
-    "DuplicateRuleError",
     "Entry",
     "LocalCall",
     "LocalFunction",
-    "NotationError",
     "OpCall",
     "OpSchema",
     "P",
@@ -53,7 +51,6 @@ __all__ = [
     "Pattern",
     "R",
     "Row",
-    "RowError",
     "Rule",
     "S",
     "ShardingMap",
@@ -74,3 +71,6 @@ __all__ = [
     "sharding_axes",
     "with_norms",
 ]
+
+_OLD_NAMES = ("DuplicateRuleError", "NotationError", "RowError")
+__getattr__ = replaced_names(__name__, dict.fromkeys(_OLD_NAMES, ArgumentValueError))

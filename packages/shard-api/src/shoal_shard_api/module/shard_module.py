@@ -25,7 +25,6 @@ from ..errors import (
     MissingParameterError,
     ParameterError,
     PlanConflictError,
-    PlanTypeError,
     SharderPathError,
     UnsupportedOpError,
 )
@@ -118,7 +117,7 @@ def shard_parameter(
             a process group.
         MissingParameterError: The module has no such attribute.
         ParameterError: It is not a tensor, is sharded already, or is not contiguous.
-        PlanTypeError: The spec is not a ShardingSpec.
+        ArgumentTypeError: The spec is not a ShardingSpec.
         ProcessGroupError: ``src_rank`` is not a rank of the group.
         RankMismatchError: Ranks passed a different source, spec, size or dtype; it names both
             values and both ranks.
@@ -202,7 +201,7 @@ def shard_module(
 
     Raises:
         ArgumentTypeError: ``module`` is not a module, or the group not a process group.
-        PlanTypeError: The plan, or an entry, has a wrong type.
+        ArgumentTypeError: The plan, or an entry, has a wrong type.
         SharderPathError: A Sharder has the empty path.
         PlanConflictError: A parameter belongs to the sub-tree of a Sharder, Sharders are nested, or
             one tied parameter has two different specs.
@@ -252,7 +251,7 @@ def shard_module(
 
 def _check_types(module: Any, plan: Any) -> None:
     require(module, nn.Module, "shard_module: module is an nn.Module", ArgumentTypeError)
-    require(plan, ShardingPlan, "shard_module: plan is a ShardingPlan", PlanTypeError)
+    require(plan, ShardingPlan, "shard_module: plan is a ShardingPlan", ArgumentTypeError)
     tables: dict[str, Any] = {"plan": plan.plan, "output_plan": plan.output_plan or {}}
     for name, table in tables.items():
         kinds: type | UnionType = ShardingSpec
@@ -260,13 +259,13 @@ def _check_types(module: Any, plan: Any) -> None:
         if name == "plan":
             kinds = ShardingSpec | Sharder
             allowed = "a ShardingSpec or a Sharder"
-        require(table, Mapping, f"shard_module: {name} is a mapping", PlanTypeError)
+        require(table, Mapping, f"shard_module: {name} is a mapping", ArgumentTypeError)
         for path, entry in table.items():
-            require(path, str, f"shard_module: a path in {name} is a str", PlanTypeError)
-            require(entry, kinds, f"shard_module: {name}[{path!r}] is {allowed}", PlanTypeError)
+            require(path, str, f"shard_module: a path in {name} is a str", ArgumentTypeError)
+            require(entry, kinds, f"shard_module: {name}[{path!r}] is {allowed}", ArgumentTypeError)
     paths = plan.return_local_tensor or ()
     require_each(
-        paths, str, "shard_module: return_local_tensor is a sequence of strings", PlanTypeError
+        paths, str, "shard_module: return_local_tensor is a sequence of strings", ArgumentTypeError
     )
 
 
@@ -378,7 +377,7 @@ def _run_sharders(
                 continue
             new: Any = entry.shard(module.get_submodule(path))
             if not isinstance(new, nn.Module):
-                raise PlanTypeError(
+                raise ArgumentTypeError(
                     f"the Sharder of {path!r} returned {kind_of(new)}, not a Module"
                 )
             replacements[path] = new
@@ -435,7 +434,7 @@ def _check_shardable(tensor: Any, spec: Any, where: str, group: dist.ProcessGrou
     if not tensor.is_contiguous():
         size = tuple(tensor.size())
         raise ParameterError(f"{where} is not contiguous: size {size}, strides {tensor.stride()}")
-    require(spec, ShardingSpec, f"{where}: the spec is a ShardingSpec", PlanTypeError)
+    require(spec, ShardingSpec, f"{where}: the spec is a ShardingSpec", ArgumentTypeError)
     properties = TensorProperties.of_shards_like(tensor)
     try:
         metadata = spec.build_metadata(tensor.size(), properties)

@@ -18,10 +18,11 @@ import torch
 import torch.nn.functional as F
 
 from shoal_dtensor import DTensor, Shard
+from shoal_dtensor.errors import OperatorIndexError
 from shoal_mesh import DeviceMesh
 from shoal_mesh.internal import ScopedValue, kind_of, require
 
-from ..errors import ArgumentTypeError, IndexRangeError
+from ..errors import ArgumentTypeError
 from ..ranks.process_groups import agree_on, one_dim_mesh
 from .via_dtensor import DTensorCall
 
@@ -119,7 +120,7 @@ def _facts(call: DTensorCall, arguments: dict[str, Any]) -> dict[str, Any]:
     if indices.device.type == "cpu" and indices.numel():
         low, high = torch.aminmax(indices)
         if low.item() < 0 or high.item() >= rows:
-            raise IndexRangeError(f"{name}: an index is out of range; the table has {rows} rows")
+            raise OperatorIndexError(f"{name}: an index is out of range; the table has {rows} rows")
     facts: dict[str, Any] = {"dtype": indices.dtype, "weighted": weights is not None}
     if not bags:
         count = indices.numel()

@@ -15,17 +15,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
-from ...errors import ShoalTensorError
+from ...errors import ArgumentValueError
 from ...layout.tensor_meta import TensorMeta
 from .op_call import partial_rows
 from .rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S
 
 ELLIPSIS = "..."
 Dim = tuple[str, ...]
-
-
-class NotationError(ShoalTensorError, ValueError):
-    """The error for a pattern that cannot be parsed or does not fit the operands of a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +47,7 @@ def parse(text: str) -> Pattern:
         text: inputs and outputs around `->`, operands separated by commas, their dims by spaces.
 
     Raises:
-        NotationError: if the pattern has no single arrow, unbalanced brackets or a repeated factor
+        ArgumentValueError: if the pattern has no single arrow, unbalanced brackets or a repeated factor
             in one operand.
 
     Example:
@@ -60,7 +56,7 @@ def parse(text: str) -> Pattern:
     """
     sides = text.split("->")
     if len(sides) != 2:
-        raise NotationError(f"pattern {text!r}: expected inputs -> outputs with one arrow")
+        raise ArgumentValueError(f"pattern {text!r}: expected inputs -> outputs with one arrow")
     inputs_text, outputs_text = sides
     inputs = tuple([_operand(part, text) for part in inputs_text.split(",")])
     outputs = tuple([_operand(part, text) for part in outputs_text.split(",")])
@@ -82,7 +78,7 @@ def _operand(part: str, text: str) -> tuple[Dim, ...]:
         elif name != ELLIPSIS and not name.isidentifier():
             problem = f"{name!r} is not a factor name"
     if problem:
-        raise NotationError(f"pattern {text!r}: {problem} in {part.strip()!r}")
+        raise ArgumentValueError(f"pattern {text!r}: {problem} in {part.strip()!r}")
     return tuple(dims)
 
 
@@ -95,7 +91,7 @@ def _spread(dims: tuple[Dim, ...], ndim: int, pattern: Pattern) -> list[Dim]:
     # Example: for 4 dims and "... m k", `...` stands for 2 dims, named ...1 and ...0.
     free = ndim - len(dims) + has_ellipsis
     if free < 0 or (free and not has_ellipsis):
-        raise NotationError(
+        raise ArgumentValueError(
             f"pattern {pattern.text!r}: an operand has {len(dims)} dims, but the tensor has {ndim}"
         )
     broadcast = [(f"...{i}",) for i in reversed(range(free))]
@@ -129,13 +125,13 @@ def factor_rows(
         reduce: how a factor that only inputs have is reduced.
 
     Raises:
-        NotationError: if the pattern does not fit the operands.
+        ArgumentValueError: if the pattern does not fit the operands.
     """
     inputs_fit = len(inputs) == len(pattern.inputs)
     if not inputs_fit or len(outputs) != len(pattern.outputs):
         expected = f"{len(pattern.inputs)} inputs and {len(pattern.outputs)} outputs"
         got = f"{len(inputs)} and {len(outputs)}"
-        raise NotationError(f"pattern {pattern.text!r}: fits {expected}, got {got}")
+        raise ArgumentValueError(f"pattern {pattern.text!r}: fits {expected}, got {got}")
     operands = _spread_all(pattern.inputs, inputs, pattern)
     results = _spread_all(pattern.outputs, outputs, pattern)
     sizes = _factor_sizes(pattern, [*operands, *results], [*inputs, *outputs])
@@ -178,7 +174,7 @@ def _factor_sizes(
             # Example: if "k" is 1 (broadcast) in one operand and 6 in another, it is 6.
             size = sizes.get(name, 1)
             if size not in (1, n) and n != 1:
-                raise NotationError(
+                raise ArgumentValueError(
                     f"pattern {pattern.text!r}: factor {name!r} has sizes {size} and {n}"
                 )
             sizes[name] = n if size == 1 else size
@@ -194,7 +190,7 @@ def _factor_sizes(
             others = prod(sizes[name] for name in dim if name in sizes)
             sizes[unknown[0]] = n // others if others else 1
         elif unknown:
-            raise NotationError(
+            raise ArgumentValueError(
                 f"pattern {pattern.text!r}: the sizes of {', '.join(unknown)} cannot be derived"
             )
     return sizes

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from ..._torch.operators import WITH_UNMARKED_WRITES, OpOverload, signature_of
-from ...errors import ShoalTensorError
+from ...errors import ArgumentValueError
 from ...layout.boxes import spans
 from ...layout.dim_sharding import DimSharding
 from ...layout.placements import REDUCE_OPS, Partial, Replicate
@@ -113,10 +113,6 @@ class Row:
     even: bool = False
     traffic: Traffic | None = None
     ordered: bool = False
-
-
-class RowError(ShoalTensorError, ValueError):
-    """The error for a row with an unknown argument name or a wrong number of entries for a list."""
 
 
 def entries_at(positions: Iterable[int], entry: Entry, count: int) -> list[Entry]:
@@ -430,7 +426,7 @@ class OpCall:
             even, traffic, ordered: see `Row`.
 
         Raises:
-            RowError: if the operator has no argument and no result of that name.
+            ArgumentValueError: if the operator has no argument and no result of that name.
 
         Example:
             >>> import torch
@@ -446,7 +442,7 @@ class OpCall:
             unknown = ", ".join(sorted(entries.keys() - self.schema.entry_names))
             arguments = ", ".join(self.schema.inputs)
             result_names = ", ".join(self.results) or "none"
-            raise RowError(
+            raise ArgumentValueError(
                 f"{self.op}: a row names {unknown}, but the arguments are {arguments} and the "
                 f"results {result_names}"
             )
@@ -468,7 +464,7 @@ class OpCall:
         if not isinstance(given, list | tuple):
             return [given] * count  # type: ignore[list-item]  # the only sequences are lists and tuples
         if len(given) != count:
-            raise RowError(
+            raise ArgumentValueError(
                 f"{self.op}: {name!r} is a list of {count} tensors, got {len(given)} entries"
             )
         return given

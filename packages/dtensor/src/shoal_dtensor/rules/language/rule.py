@@ -25,7 +25,7 @@ from torch import Tensor
 from shoal_mesh.internal import bound
 
 from ..._torch.operators import OpOverload, signature_of
-from ...errors import PlacementError, ShoalTensorError
+from ...errors import ArgumentValueError, PlacementError
 from ...layout.placements import Partial
 from ...redistribute.execution.reduced_values import identity_of
 from ...scopes import changed_by
@@ -36,7 +36,6 @@ from .op_call import (
     P as P,
     R as R,
     Row as Row,
-    RowError as RowError,
     S as S,
     ShardingMap as ShardingMap,
     Traffic as Traffic,
@@ -351,10 +350,6 @@ def in_every_form(call: OpCall, function: LocalFunction) -> LocalFunction:
 Table = dict[OpOverload, Rule]
 
 
-class DuplicateRuleError(ShoalTensorError, ValueError):
-    """The error for two tables that give a rule for one operator."""
-
-
 def family(rules: Mapping[str, Rule], *, unordered: bool = False) -> Table:
     """Return a table of rules by overload, given rules by `aten` names.
 
@@ -371,7 +366,7 @@ def family(rules: Mapping[str, Rule], *, unordered: bool = False) -> Table:
         unordered: whether all of them are `unordered` (see `Rule`).
 
     Raises:
-        DuplicateRuleError: if two rules have the same overload.
+        ArgumentValueError: if two rules have the same overload.
 
     Example:
         >>> from .notation import product
@@ -390,7 +385,7 @@ def family(rules: Mapping[str, Rule], *, unordered: bool = False) -> Table:
                 continue
             for op in (*_tensor_overloads(base), *_tensor_overloads(base + "_")):
                 if table.setdefault(op, rule) is not rule:
-                    raise DuplicateRuleError(f"{op} is listed twice in one table")
+                    raise ArgumentValueError(f"{op} is listed twice in one table")
     return table | exact
 
 
@@ -440,14 +435,14 @@ def merge(**tables: Table) -> Table:
         **tables: rules by operator, under the names that the error gives.
 
     Raises:
-        DuplicateRuleError: if two of them have the same operator.
+        ArgumentValueError: if two of them have the same operator.
     """
     merged: Table = {}
     owner: dict[object, str] = {}
     for name, table in tables.items():
         for op, rule in table.items():
             if op in merged:
-                raise DuplicateRuleError(
+                raise ArgumentValueError(
                     f"{op} has a rule in both tables {owner[op]!r} and {name!r}"
                 )
             merged[op] = rule

@@ -1,0 +1,22 @@
+"""Old names of classes that others replaced.  Covers: errors.py, rules/__init__.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from shoal_dtensor import errors, rules
+from shoal_dtensor.optim.local_step import local_step
+
+
+def test_old_names_catch_what_they_caught() -> None:
+    with pytest.deprecated_call(match="errors.OptimizerError is now"):
+        old_error = errors.OptimizerError
+    with pytest.raises(old_error, match="LBFGS"):
+        local_step(torch.optim.LBFGS(nn.Linear(2, 2).parameters()))
+    for name in ("DuplicateRuleError", "NotationError", "RowError"):
+        with pytest.deprecated_call(match=f"rules.{name} is now"):
+            old_error = getattr(rules, name)
+        with pytest.raises(old_error, match="one arrow"):
+            rules.parse("i j")
