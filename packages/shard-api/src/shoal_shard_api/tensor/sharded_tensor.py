@@ -255,12 +255,9 @@ class ShardedTensor(ShardedTensorConstructors):
                 raise LocalShardError(f"gather: out must be None on every rank but dst={dst}")
             return
         if not self._can_hold(out):
-            kind = "None"
-            if out is not None:
-                kind = f"a {kind_of(out)} of size {tuple(out.size())}"
             raise LocalShardError(
-                f"gather: out must be a plain tensor with memory of size {tuple(self.size())} on "
-                f"dst={dst}, got {kind}"
+                f"gather: on dst={dst}, out must be a plain tensor of shape {tuple(self.size())} in "
+                f"which every element has its own memory, got {kind_of(out)}"
             )
 
     def _can_hold(self, out: Any) -> bool:
