@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from configured_models import assert_trains_alike, config
 from hf_models import (
@@ -18,6 +17,7 @@ from hf_models import (
     save_plain,
     token_batch,
 )
+from mixtures import EAGER, FAMILIES, mixture
 from shoal_dtensor import DTensor, Shard
 from shoal_mesh import CommDebugMode
 from shoal_mesh.testing import counts, on_ranks
@@ -26,19 +26,6 @@ from shoal_tp_styles import PlanError
 
 pytestmark = needs_hf
 
-EAGER: dict[str, Any] = {
-    "experts_implementation": "eager"
-}  # the library's grouped product takes no float64
-# six experts on four ranks: (2, 2, 1, 1)
-FAMILIES: dict[str, dict[str, Any]] = {
-    "Mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
-    "Qwen3Moe": {
-        "num_experts": 6,
-        "num_experts_per_tok": 2,
-        "head_dim": 4,
-        "moe_intermediate_size": 12,
-    },
-}
 # by name: the sizes, and how many ranks have rows of their own
 SIZES: dict[str, tuple[dict[str, Any], int]] = {
     "all ranks": ({"fsdp_size": 4, "ep_size": 4}, 4),
@@ -48,16 +35,6 @@ SIZES: dict[str, tuple[dict[str, Any], int]] = {
     "tp and fsdp": ({"fsdp_size": 2, "tp_size": 2, "ep_size": 4}, 2),
     "tp alone": ({"tp_size": 4, "ep_size": 4}, 1),
 }
-
-
-def mixture(family: str = "Mixtral", **changes: Any) -> Any:
-    """A mixture of experts whose routers do not send all tokens to the same experts."""
-    single = build_model(family, **{**FAMILIES[family], **changes})
-    single.set_experts_implementation("eager")
-    for param in single.parameters():
-        if not param.any():
-            nn.init.normal_(param, std=0.5)
-    return single
 
 
 @pytest.mark.parametrize("kind", SIZES)
