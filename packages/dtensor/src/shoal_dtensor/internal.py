@@ -3,7 +3,7 @@
 They may change with any release; all packages are released together.
 
 May import: _torch, api, argument_types, crossings, dispatch, host_memory, layout, modules,
-random_layouts, redistribute, scopes, spmd, tensor.
+optim, random_layouts, redistribute, scopes, spmd, tensor.
 """
 
 # mypy: implicit-reexport
@@ -82,6 +82,7 @@ from .modules.owners import (
     whole_parameters,
     with_methods,
 )
+from .optim.norm_scope import register_norm_scope
 from .random_layouts.asserted import assert_layout
 from .random_layouts.functions import active, drawers_of
 from .random_layouts.layouts import UNSEEN, global_stride, in_memory_as, layout_of, note_layout

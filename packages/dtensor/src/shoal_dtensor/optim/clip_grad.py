@@ -27,6 +27,7 @@ from ..layout.spec import Spec
 from ..redistribute.shards_in_flight import coalesce
 from ..tensor.autograd import gradient_spec, redistributed
 from ..tensor.dtensor import DTensor
+from .norm_scope import NormScope, scope_of
 
 
 @torch.no_grad()
@@ -43,7 +44,8 @@ def clip_grad_norm_(
     The norm of all gradients together is a plain tensor, the same on every rank.
 
     Gradients may have any layout, on several meshes. Plain gradients count as replicated. All ranks
-    of a mesh must pass gradients of the same layouts.
+    of a mesh must pass gradients of the same layouts. If the model is the stage of a pipeline that
+    `shoal_models.hf.from_pretrained` has loaded, the norm is the norm of all stages.
 
     Args:
         parameters: tensors; the ones without a gradient are ignored.
@@ -79,18 +81,13 @@ def clip_grad_norm_(
         parameters, (Tensor, Iterable), "clip_grad_norm_: parameters are tensors", ArgumentTypeError
     )
     owners = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    grads_or_none: list[Any] = [owner.grad for owner in owners]
-    grads = [grad for grad in grads_or_none if grad is not None]
-    if not grads:
-        return torch.tensor(0.0, device="cpu")
-    specs = tuple([grad._spec if isinstance(grad, DTensor) else grad.dtype for grad in grads])
-    contribution = _looked_up(specs)
-    _check_plain(owners if contribution.plain else ())
-    if contribution.partial:
-        _reduce_gradients(owners)
-        return clip_grad_norm_(owners, max_norm, norm_type, error_if_nonfinite, foreach=foreach)
-    shards = _shards(grads)
-    total = _total(contribution, shards, specs, order, foreach=foreach)
+    scope = scope_of(owners)
+    if scope is None:
+        total, shards = _norm(owners, order, foreach)
+    else:
+        total, shards = _norm_in_scope(scope, owners, order, foreach)
+    if not shards:
+        return total
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"clip_grad_norm_: the norm of order {order} of the gradients is {total.item()}; pass "
@@ -98,6 +95,43 @@ def clip_grad_norm_(
         )
     nn.utils.clip_grads_with_norm_([_Holder(shard) for shard in shards], max_norm, total, foreach)  # type: ignore[misc]  # only `grad` is read
     return total
+
+
+def _norm(
+    owners: Sequence[Tensor], order: float, foreach: bool | None
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the norm of the gradients of some tensors, and their local shards."""
+    grads_or_none: list[Any] = [owner.grad for owner in owners]
+    grads = [grad for grad in grads_or_none if grad is not None]
+    if not grads:
+        return torch.tensor(0.0, device="cpu"), []
+    specs = tuple([grad._spec if isinstance(grad, DTensor) else grad.dtype for grad in grads])
+    contribution = _looked_up(specs)
+    _check_plain(owners if contribution.plain else ())
+    if contribution.partial:
+        _reduce_gradients(owners)
+        return _norm(owners, order, foreach)
+    shards = _shards(grads)
+    return _total(contribution, shards, specs, order, foreach=foreach), shards
+
+
+def _norm_in_scope(
+    scope: NormScope, owners: Sequence[Tensor], order: float, foreach: bool | None
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the norm over all ranks of a scope, and the local shards of this rank's gradients."""
+    norm, _ = _norm([owner for owner in owners if scope.counts(owner)], order, foreach)
+    comm = scope.comm()
+    gradients = [owner.grad for owner in owners if owner.grad is not None]
+    device = gradients[0].device if gradients else norm.device
+    # As for the norm of one rank, powers are float64, so that they do not overflow.
+    term = norm.to(device_of_numbers(comm, device), torch.float64, copy=True)
+    if order == inf:
+        total = all_reduce_(term, comm, "max")
+    else:
+        total = all_reduce_(term.pow_(order), comm, "sum").pow_(1 / order)
+    # A rank may have no gradients, and then its parameters show the dtype.
+    dtypes = [tensor.dtype for tensor in (gradients or owners)]
+    return total.to(device, reduce(torch.promote_types, dtypes)), _shards(gradients)
 
 
 def _reduce_gradients(owners: Sequence[Tensor]) -> None:
