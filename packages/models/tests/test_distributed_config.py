@@ -119,8 +119,9 @@ def test_sizes_are_the_axes_of_a_mesh() -> None:
             hf.mesh_of(config(tp_size=2))
         with pytest.raises(LayoutError, match="expected a transformers"):
             hf.mesh_of(SimpleNamespace(tp_size=2))
-        with pytest.raises(PlanError, match="pp_size=4 is no axis"):
-            hf.mesh_of(config(pp_size=4, tp_size=2))
+        assert hf.mesh_of(config(pp_size=4, tp_size=2)) == init_device_mesh(
+            "cpu", (4, 1, 1, 2), mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp")
+        )
         # the experts have no axis of their own
         assert hf.mesh_of(config(fsdp_size=4, tp_size=2, ep_size=4)).shape == (1, 4, 2)
         for wrong in (3, 16):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shoal_dtensor.errors import StyleError
+from shoal_mesh import PeerError
 
 
 class CheckpointError(StyleError, RuntimeError):
@@ -14,3 +15,7 @@ class CheckpointError(StyleError, RuntimeError):
 
 class PlanWarning(UserWarning):
     """A plan that comes with a model does not fit its configuration, or could not be proven."""
+
+
+class StageError(PeerError):
+    """A forward of a pipeline that cannot be completed, because another stage raised an error."""

@@ -2,7 +2,7 @@
 
 transformers, accelerate and peft are imported when a function that needs them is called.
 
-May import: errors, planning, weights.
+May import: errors, planning, stages, weights.
 """
 
 from shoal_transfer import copy_weights

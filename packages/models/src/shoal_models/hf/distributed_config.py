@@ -15,12 +15,6 @@ from shoal_mesh.internal import accelerator
 from shoal_tp_styles.internal import Plan
 
 _AXES = ("dp_replicate", "fsdp", "tp")
-# Sizes for which the mesh has no axis, and the way out that the error names. For stages of a
-# pipeline the way out is torch.distributed.pipelining: a stage is a module, which may be parallel,
-# so each stage is loaded by its own call.
-_OTHER_SIZES = {
-    "pp_size": "load each stage by itself: torch.distributed.pipelining takes parallel modules",
-}
 
 
 def is_distributed_config(value: object) -> bool:
@@ -33,7 +27,8 @@ def mesh_of(config: Any) -> DeviceMesh:
 
     The axes are "dp_replicate", "fsdp" and "tp"; an axis may have a single rank. Each rank of the
     first two axes reads its own rows of a batch: `mesh["dp_replicate", "fsdp"].flatten()` counts
-    them. Experts are divided among ranks of "fsdp" and "tp", so `ep_size` adds no axis.
+    them. Experts are divided among ranks of "fsdp" and "tp", so `ep_size` adds no axis. With
+    `pp_size` the first axis is "pp", whose ranks hold stages of the model.
 
     Args:
         config: a `transformers.distributed.DistributedConfig`.
@@ -41,9 +36,9 @@ def mesh_of(config: Any) -> DeviceMesh:
     Raises:
         LayoutError: if the value is not a `DistributedConfig`, or if the product of its sizes is
             not the number of ranks.
-        PlanError: if it has stages of a pipeline or sequence parallelism, which are configured
-            elsewhere; the message names the place. Also if `ep_size` is not a multiple of
-            `tp_size` that divides `fsdp_size * tp_size`.
+        PlanError: if it has sequence parallelism, which is configured elsewhere; the message names
+            the place. Also if `ep_size` is not a multiple of `tp_size` that divides
+            `fsdp_size * tp_size`, or if stages are combined with data axes.
 
     Example:
         >>> from transformers.distributed import DistributedConfig  # doctest: +SKIP
@@ -56,22 +51,31 @@ def mesh_of(config: Any) -> DeviceMesh:
             "mesh_of: expected a transformers.distributed.DistributedConfig, got "
             f"{type(config).__name__}"
         )
-    for name, way_out in _OTHER_SIZES.items():
-        size = getattr(config, name, None) or 1
-        if size > 1:
-            raise PlanError(f"DistributedConfig: {name}={size} is no axis of this mesh; {way_out}")
     if getattr(config, "enable_sequence_parallel", False):
         raise PlanError(
             "DistributedConfig: enable_sequence_parallel has no effect in transformers; pass a "
             "plan= with SequenceParallel"
         )
-    sizes = tuple(getattr(config, f"{axis}_size") or 1 for axis in _AXES)
+    stages = getattr(config, "pp_size", None) or 1
+    _check_stages(config, stages)
+    axes = ("pp", *_AXES) if stages > 1 else _AXES
+    sizes = tuple(getattr(config, f"{axis}_size") or 1 for axis in axes)
     ranks = dist.get_world_size()
     if prod(sizes) != ranks:
-        named = " * ".join(f"{axis}_size={n}" for axis, n in zip(_AXES, sizes, strict=True))
+        named = " * ".join(f"{axis}_size={n}" for axis, n in zip(axes, sizes, strict=True))
         raise LayoutError(f"DistributedConfig: {named} is not the number of ranks, {ranks}")
     _check_expert_ranks(config)
-    return init_device_mesh(accelerator() or "cpu", sizes, mesh_dim_names=_AXES)
+    return init_device_mesh(accelerator() or "cpu", sizes, mesh_dim_names=axes)
+
+
+def _check_stages(config: Any, stages: int) -> None:
+    rows = (config.dp_replicate_size or 1) * (config.fsdp_size or 1)
+    if stages > 1 and rows > 1:
+        raise PlanError(
+            f"DistributedConfig: pp_size={stages} cannot be combined with dp_replicate_size * "
+            f"fsdp_size={rows}, as in transformers; combine it with tp_size, or use "
+            "torch.distributed.pipelining with fully_shard on each stage"
+        )
 
 
 def _check_expert_ranks(config: Any) -> None:

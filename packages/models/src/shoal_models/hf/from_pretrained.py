@@ -28,9 +28,10 @@ from shoal_dtensor.internal import check_device_mesh, save_whole_tensors
 from shoal_mesh import DeviceMesh
 from shoal_tp_styles import UnmatchedPlanWarning, parallelize_module, unparallelize_module
 from shoal_tp_styles.internal import Adapter, Plan, apply_sharding, initialize_adapter, shardings_of
+from shoal_transfer.internal import entries_of
 
 from ..errors import CheckpointError
-from ..weights.loading import Loaded, Stored, load_sharded, stored_in
+from ..weights.loading import Loaded, Stored, compare_entries, load_sharded, stored_in
 from ..weights.saving import save_sharded
 from .checked_plan import REMEDY, choose_plan
 from .checkpoint_files import find_files, source_of, stored_for
@@ -43,6 +44,7 @@ from .expert_axes import (
     parallelize_experts,
     plan_of_tensor_axis,
 )
+from .pipeline_stages import PipelineStages, stage_axis_of
 from .unfilled_tensors import UnfilledTensors
 
 
@@ -112,20 +114,32 @@ def from_pretrained(  # noqa: PLR0913  # keyword-only arguments of transformers
     whole_mesh = mesh_of(device_mesh) if is_config else device_mesh
     mesh = _tensor_axis(whole_mesh)
     data = data_axes_of(whole_mesh) if is_config else None
+    stage_axis = stage_axis_of(whole_mesh) if is_config else None
     with ExitStack() as stack:
         stored = stored_in(source_of(files), stack)
         config = _config(home, config_kwargs)
         model_dtype = _dtype(dtype, config, stored)
         model = _on_meta(_class_of(config, model_class), config, model_dtype)
         stored_by_name = stored_for(model, stored)
+        compared = compare_entries([*entries_of(model)], stored_by_name, strict=False)
+        _check(model, compared, strict=strict)
+        stages = None
+        if stage_axis is not None:
+            stages = PipelineStages(model, stage_axis, compared)
         if is_config:
             _parallelize_by_config(model, whole_mesh, plan, device_mesh)
         else:
             _parallelize(model, mesh, plan, allows_unmatched=False)
+        if stages is not None:
+            stored_by_name = stages.cut(model, stored_by_name)
         loaded = load_sharded(model, stored_by_name, strict=False)
-    _check(model, loaded, strict=strict)
+    # entries of the whole model
+    loaded.missing = compared.missing
+    loaded.unexpected = compared.unexpected
     _initialize_rest(model, mesh if data is None else whole_mesh.flatten())
     _finish(model.eval(), home, mesh)
+    if stages is not None:
+        stages.join(model)
     if data is not None:
         model.resize_token_embeddings = _refuse_to_resize
     return (model, loaded) if output_loading_info else model
@@ -143,7 +157,8 @@ def _parallelize_by_config(model: Any, mesh: DeviceMesh, plan: Plan | None, conf
         own_plan = plan if plan is not None else model.tp_plan or {}
         plan = plan_of_tensor_axis(own_plan, expert_rules, experts, model)
         remedy = EXPERTS_REMEDY
-    if data is None or mesh["tp"].size() > 1:
+    is_divided = data is not None or stage_axis_of(mesh) is not None
+    if not is_divided or mesh["tp"].size() > 1:
         _parallelize(model, mesh["tp"], plan, allows_unmatched=True, remedy=remedy)
     if experts is not None:
         parallelize_experts(model, experts)

@@ -67,14 +67,15 @@ class NoSmallCopy(NamedTuple):
     reason: str
 
 
-def small_copy(model: Any) -> SmallCopy | NoSmallCopy:
+def small_copy(model: Any, least_layers: int = 1) -> SmallCopy | NoSmallCopy:
     """Return the smallest copy of a model that has all of its kinds of modules, and that runs.
 
     Args:
         model: a model of transformers, on any device, including meta.
+        least_layers: the least number of layers of a list of layers of the copy.
     """
     wanted = _kinds_of_modules(model)
-    counts = _least_layer_counts(model)
+    counts = _least_layer_counts(model, least_layers)
     reason = ""
     for reduction in _reductions(model, counts):
         try:
@@ -148,8 +149,10 @@ def _fields(config: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(config).items() if not name.startswith("_")}
 
 
-def _least_layer_counts(model: nn.Module) -> dict[int, int]:
+def _least_layer_counts(model: nn.Module, least_layers: int) -> dict[int, int]:
     """Map the length of a list of layers to the number of first layers that have all its kinds.
+
+    The number is at least `least_layers`, as far as the list has as many layers.
 
     Example: six layers of the kinds a, a, b, a, a, b give {6: 3}.
     """
@@ -158,7 +161,8 @@ def _least_layer_counts(model: nn.Module) -> dict[int, int]:
         if not isinstance(module, nn.ModuleList) or len(module) < 2:
             continue
         kinds = [_kind_of_layer(layer) for layer in module]
-        least = 1 + max(kinds.index(kind) for kind in kinds)
+        of_all_kinds = 1 + max(kinds.index(kind) for kind in kinds)
+        least = max(of_all_kinds, min(least_layers, len(module)))
         counts[len(module)] = max(least, counts.get(len(module), 1))
     return counts
 

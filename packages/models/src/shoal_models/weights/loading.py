@@ -105,7 +105,7 @@ def load_sharded(module: nn.Module, source: Source, *, strict: bool = True) -> L
     with ExitStack() as stack:
         stored = stored_in(source, stack)
         entries = list(entries_of(module))
-        loaded = _compare_entries(entries, stored, strict=strict)
+        loaded = compare_entries(entries, stored, strict=strict)
         present = [entry for entry in entries if entry.source in stored]
         filled: dict[int, Tensor] = {}
         for entry in progress(present, "loading parameters"):
@@ -120,7 +120,7 @@ def load_sharded(module: nn.Module, source: Source, *, strict: bool = True) -> L
     return loaded
 
 
-def _compare_entries(entries: list[Entry], stored: Mapping[str, Stored], *, strict: bool) -> Loaded:
+def compare_entries(entries: list[Entry], stored: Mapping[str, Stored], *, strict: bool) -> Loaded:
     """Return the entries that only the model or only the source has.
 
     Raise PlanError if shapes differ, or if `strict` is true and entries differ.

@@ -1,0 +1,119 @@
+"""The stages of a model that a `DistributedConfig` with `pp_size` describes.
+
+The whole model is checked before it is made parallel: all ranks raise the same error, before any
+communication. `cut` then leaves each rank the modules of its stage, and `join` connects the
+gradients of the stages once the parameters have values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from shoal_dtensor.errors import PlanError, UnsupportedModuleError
+from shoal_dtensor.internal import register_norm_scope
+from shoal_mesh import DeviceMesh
+from shoal_transfer.internal import entries_of
+
+from ..stages.links import RankLink
+from ..stages.model_parts import check_ties, parts_of, tied_weights
+from ..stages.stage import Stage
+from ..stages.stage_norms import StageNorms
+from ..stages.tied_weights import TiedWeights
+from ..weights.loading import Loaded, Stored
+from .checked_stages import check_stages
+
+# of a model: the scope of its norms, which lives as long as the model
+_NORMS = "_shoal_stage_norms"
+
+
+def stage_axis_of(mesh: DeviceMesh) -> DeviceMesh | None:
+    """Return the axis of stages of the mesh of a configuration; None if it has no stages."""
+    return mesh["pp"] if "pp" in mesh.axis_names else None
+
+
+def is_stage(model: object) -> bool:
+    """Tell whether a model has the modules of one stage."""
+    return hasattr(model, _NORMS)
+
+
+class PipelineStages:
+    """The stages of a model.
+
+    Args:
+        model: the whole model, which is not parallel.
+        mesh: the axis of stages.
+        loaded: the entries that the files or the model do not have.
+
+    Raises:
+        PlanError: if the model has no parts for stages, if its stages would compute other values,
+            or if the files do not have all of its tensors.
+        TiedWeightError: if stages would share other weights than embeddings and head.
+    """
+
+    def __init__(self, model: Any, mesh: DeviceMesh, loaded: Loaded) -> None:
+        stages = mesh.size()
+        if loaded.missing:
+            # Each stage draws from a generator of its own.
+            raise PlanError(
+                f"DistributedConfig(pp_size={stages}): the files do not have {loaded.missing[:3]}, "
+                "and stages would not initialize them to the values of one process; load the model "
+                "with tp_size or fsdp_size, save it, and load that"
+            )
+        self._mesh = mesh
+        self._parts = parts_of(model, stages)
+        self._tied: list[str] = []
+        check_ties(model, self._parts, stages)
+        check_stages(model, stages)
+
+    def cut(self, model: Any, stored: Mapping[str, Stored]) -> dict[str, Stored]:
+        """Leave a model the modules of this rank's stage; return the tensors that it reads.
+
+        Args:
+            model: the whole model, parallel or plain, on the meta device; it is changed in place.
+            stored: the tensors of the files, by their names in the model.
+        """
+        tied = {id(weight) for weight in tied_weights(model, self._parts)}
+        self._tied = [name for name, weight in model.named_parameters() if id(weight) in tied]
+        of_model = {entry.source for entry in entries_of(model)}
+        link = RankLink(self._mesh.comm(0))
+        stage = Stage(model, self._parts, link)
+        if not stage.is_last:
+            # The head is on the last stage, where it is tied.
+            model.all_tied_weights_keys = {}
+        of_stage = {entry.source for entry in entries_of(model)}
+        of_others = of_model - of_stage
+        return {name: tensor for name, tensor in stored.items() if name not in of_others}
+
+    def join(self, model: Any) -> None:
+        """Have gradients of tied weights, and norms of gradients, be those of all stages.
+
+        Args:
+            model: the model with the modules of this rank's stage, whose parameters have values.
+        """
+        comm = self._mesh.comm(0)
+        tied = None
+        if self._tied and comm.rank in (0, comm.size - 1):
+            tied = TiedWeights(comm, {name: model.get_parameter(name) for name in self._tied})
+        norms = StageNorms(model, comm, tied)
+        register_norm_scope(norms)
+        setattr(model, _NORMS, norms)
+        model.resize_token_embeddings = _refuse_to_resize
+        if hasattr(model, "init_continuous_batching"):
+            model.init_continuous_batching = _refuse_to_batch
+
+
+def _refuse_to_resize(*args: Any, **kwargs: Any) -> NoReturn:
+    """Raise the error for resizing a model whose embeddings and head are on different stages."""
+    raise UnsupportedModuleError(
+        "resize_token_embeddings: the embeddings and the head of a model with pp_size are on "
+        "different stages; load the model with tp_size, resize it, save it, and load that"
+    )
+
+
+def _refuse_to_batch(*args: Any, **kwargs: Any) -> NoReturn:
+    """Raise the error for continuous batching, which runs parts of the model."""
+    raise UnsupportedModuleError(
+        "generate_batch of a model with pp_size: transformers sizes its cache by all layers; use "
+        "generate(), or load the model with tp_size"
+    )

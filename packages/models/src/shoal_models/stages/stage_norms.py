@@ -1,0 +1,48 @@
+"""`StageNorms`: norms of gradients over all stages of a model, for `clip_grad_norm_`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from shoal_mesh import Comm
+
+from .tied_weights import TiedWeights
+
+
+class StageNorms:
+    """The parameters of one stage, which count in the norm of all stages.
+
+    Args:
+        model: the model with this stage's parameters.
+        comm: the communicator along the axis of the stages.
+        tied: the weights that the stage at the other end holds too; None if there are none.
+    """
+
+    def __init__(self, model: nn.Module, comm: Comm, tied: TiedWeights | None) -> None:
+        self._model = weakref.ref(model)
+        self._comm = comm
+        self._tied = tied
+
+    def comm(self) -> Comm:
+        return self._comm
+
+    def holds(self, parameters: Sequence[Tensor]) -> bool:
+        own = self._own_ids()
+        return any(id(parameter) in own for parameter in parameters)
+
+    def counts(self, parameter: Tensor) -> bool:
+        """Tell whether this rank counts a parameter.
+
+        The first stage counts tied weights, and parameters that are not those of the model, which
+        all stages have.
+        """
+        is_first = self._comm.rank == 0
+        is_tied = self._tied is not None and self._tied.holds(parameter)
+        return is_first or (id(parameter) in self._own_ids() and not is_tied)
+
+    def _own_ids(self) -> set[int]:
+        model = self._model()
+        return set() if model is None else {id(param) for param in model.parameters()}

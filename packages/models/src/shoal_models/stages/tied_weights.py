@@ -1,0 +1,98 @@
+"""Weights that the first and the last stage share: embeddings that are also the head.
+
+Both stages hold such a weight under the name of the plain model. At the end of each backward they
+exchange their gradients of it, and both add the sum of the first and the last stage's gradient.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal_dtensor.internal import local_of, running_pass
+from shoal_mesh import Comm, comm_over, permute
+
+
+class TiedWeights:
+    """The weights of this rank's stage that the stage at the other end holds too.
+
+    Args:
+        comm: the communicator along the axis of the stages; this rank is the first or the last.
+        weights: the weights by name.
+    """
+
+    def __init__(self, comm: Comm, weights: Mapping[str, nn.Parameter]) -> None:
+        self._comm = comm_over((comm.line[0], comm.line[-1]), "tied weights")
+        self._names = {id(weight): name for name, weight in weights.items()}
+        for weight in weights.values():
+            # The hook lives as long as the weight, which it must not keep alive.
+            hook = partial(self._collect, weakref.ref(weight))
+            weight.register_hook(hook)  # type: ignore[no-untyped-call]  # torch has no types here
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Tell whether a parameter is one of these weights."""
+        return id(parameter) in self._names
+
+    def _collect(self, reference: weakref.ref[Any], gradient: Tensor) -> None:
+        """Keep a gradient for the end of the backward; a hook of the weight."""
+        weight: Any = reference()
+        earlier = None if weight.grad is None else weight.grad.clone()
+        found = _TiedGradient(self._names[id(weight)], weight, gradient, earlier)
+        running_pass().part(_TiedGradients).add(found, self._comm)
+
+
+@dataclass(frozen=True, slots=True)
+class _TiedGradient:
+    """The gradient of a tied weight in one backward.
+
+    Attributes:
+        name: the name of the weight.
+        weight: the weight; autograd adds `gradient` to its `grad`.
+        gradient: the gradient of this stage.
+        earlier: a copy of the `grad` that earlier backwards have left.
+    """
+
+    name: str
+    weight: Any
+    gradient: Tensor
+    earlier: Tensor | None
+
+    def add_other(self, comm: Comm) -> None:
+        """Add the gradient of the stage at the other end."""
+        own = local_of(self.gradient).contiguous()
+        other = permute(own, comm, [1, 0])
+        # Both stages add in one order, so that their sums have the same bits.
+        first = own if comm.rank == 0 else other
+        last = other if comm.rank == 0 else own
+        total = first + last
+        if self.earlier is not None:
+            total = local_of(self.earlier) + total
+        local_of(self.weight.grad).copy_(total)
+
+
+class _TiedGradients:
+    """The gradients of tied weights in one backward, which are exchanged at its end."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[_TiedGradient, Comm]] = []
+
+    def add(self, gradient: _TiedGradient, comm: Comm) -> None:
+        """Keep a gradient, and the communicator of the two stages."""
+        self._found.append((gradient, comm))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Exchange the gradients, in the same order on both stages."""
+        for gradient, comm in sorted(self._found, key=lambda found: found[0].name):
+            gradient.add_other(comm)
+        self._found = []
+
+    def fail(self) -> None:
+        """Drop the gradients of a backward that raised."""
+        self._found = []
