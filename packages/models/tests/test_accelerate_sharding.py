@@ -187,7 +187,9 @@ def test_mixed_precision_and_offload_policies_are_taken_over(on_meta: bool) -> N
 def test_accelerators_that_cannot_be_prepared() -> None:
     with told_of_gpus():
         accelerator = make_accelerator({"dp_shard_size": 2, "tp_size": 2})
-        with pytest.raises(PlanError, match="tp_size=2 of the ParallelismConfig is no data axis"):
+        with pytest.raises(
+            PlanError, match="tp_size=2 of the ParallelismConfig is not a data axis"
+        ):
             hf.prepare_accelerator(accelerator)
     with told_of_gpus():
         accelerator = make_accelerator(FLAT)

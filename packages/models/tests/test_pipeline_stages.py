@@ -1,4 +1,8 @@
-"""Covers: hf/pipeline_stages.py, stages/stage.py, stages/links.py: models whose layers are divided by `pp_size`."""
+"""Models whose layers are divided by `pp_size`.
+
+Covers: hf/pipeline_stages.py, stages/stage.py, stages/links.py, stages/messages.py,
+stages/absent_modules.py, stages/stage_norms.py, stages/tied_weights.py.
+"""
 
 from __future__ import annotations
 

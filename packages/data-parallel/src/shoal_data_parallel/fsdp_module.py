@@ -657,7 +657,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         method_name: the name of the method, for example "generate" or "encode".
 
     Raises:
-        LayoutError: if there is no such method.
+        LayoutError: if the class does not have the method.
 
     Example:
         >>> from shoal_data_parallel import fully_shard

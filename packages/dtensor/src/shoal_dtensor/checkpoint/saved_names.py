@@ -134,7 +134,7 @@ def insert(root: Any, path: Path, value: Any) -> None:
 
 
 def value_at(root: Any, path: Path) -> Any:
-    """Return the value at a path, whose keys are compared as text; None if there is no value."""
+    """Return the value at a path, whose keys are compared as text; None if the path leads nowhere."""
     value = root
     for key in path:
         if isinstance(value, Mapping):

@@ -98,7 +98,7 @@ def _make_mesh_again(accelerator: Any) -> None:
     for name, size in others.items():
         if size > 1:
             raise PlanError(
-                f"prepare_accelerator: {name}={size} of the ParallelismConfig is no data axis; "
+                f"prepare_accelerator: {name}={size} of the ParallelismConfig is not a data axis; "
                 "load the model with hf.from_pretrained and a DistributedConfig, create the "
                 "accelerator inside `with hf.single_process():`, and pass data="
             )

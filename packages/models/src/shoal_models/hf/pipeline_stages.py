@@ -15,7 +15,7 @@ from shoal_dtensor.internal import register_norm_scope
 from shoal_mesh import DeviceMesh
 from shoal_transfer.internal import entries_of
 
-from ..stages.links import RankLink
+from ..stages.links import CommLink
 from ..stages.model_parts import check_ties, parts_of, tied_weights
 from ..stages.stage import Stage
 from ..stages.stage_norms import StageNorms
@@ -76,7 +76,7 @@ class PipelineStages:
         tied = {id(weight) for weight in tied_weights(model, self._parts)}
         self._tied = [name for name, weight in model.named_parameters() if id(weight) in tied]
         of_model = {entry.source for entry in entries_of(model)}
-        link = RankLink(self._mesh.comm(0))
+        link = CommLink(self._mesh.comm(0))
         stage = Stage(model, self._parts, link)
         if not stage.is_last:
             # The head is on the last stage, where it is tied.

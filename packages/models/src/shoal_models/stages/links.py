@@ -1,4 +1,4 @@
-"""`RankLink`: the connection of a stage to the stages before and after it, forward and backward.
+"""`CommLink`: the connection of a stage to the stages before and after it, forward and backward.
 
     stage 0                         stage 1 (the last one)
     layers 0, 1                     layers 2, 3, norm, head
@@ -71,7 +71,7 @@ class StageLink(Protocol):
         """
 
 
-class RankLink:
+class CommLink:
     """The connection of the stage of this rank.
 
     Args:

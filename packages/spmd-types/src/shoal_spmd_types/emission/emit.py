@@ -198,7 +198,9 @@ def _specs(
             )
     for name in input_types:
         if name not in tensors:
-            raise ArgumentValueError(f"emit: input_types names {name!r}, which is no tensor input")
+            raise ArgumentValueError(
+                f"emit: input_types names {name!r}, which is not a tensor argument"
+            )
     specs = {}
     for name, tensor in weights.items():
         specs[name] = _spec(tensor, _layout_of(name, plan), mesh)
