@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from shoal_dtensor.modules.forwards import arithmetic, complete_forms, current_arithmetic
+from shoal_dtensor.modules.forwards import arithmetic, complete_forwards, current_arithmetic
 from shoal_mesh import DeviceMesh, abstract_mesh
 
 
@@ -29,11 +29,11 @@ class Mode:
 def test_the_mode_that_is_entered_completes_modules() -> None:
     mesh, one, other = abstract_mesh((2,)), nn.Identity(), nn.Identity()
     outer, inner = Mode(), Mode()
-    complete_forms(mesh, one)  # no mode: nothing to do
+    complete_forwards(mesh, one)  # no mode: nothing to do
     with arithmetic(outer):
-        complete_forms(mesh, one, other)
+        complete_forwards(mesh, one, other)
         with arithmetic(inner):
-            complete_forms(mesh, one, over_data=(None, None))
+            complete_forwards(mesh, one, over_data=(None, None))
         assert current_arithmetic() is outer
     assert current_arithmetic() is None
     assert outer.asked == [(mesh, one, None), (mesh, other, None)]

@@ -17,7 +17,7 @@ from shoal_dtensor.errors import LayoutError, StyleError
 from shoal_dtensor.internal import (
     check_plain_tensors,
     check_types,
-    complete_forms,
+    complete_forwards,
     owners_of,
     refuse_save_pretrained,
     watch_draws,
@@ -174,7 +174,7 @@ def install_unit(first_unit: Unit, kind: Any) -> None:
     dtypes = (precision.param_dtype, precision.reduce_dtype)
     for unit in first_unit.peers:
         unit.peers = first_unit.peers
-        complete_forms(unit.axes.mesh, *modules, over_data=dtypes)
+        complete_forwards(unit.axes.mesh, *modules, over_data=dtypes)
     names = {id(p): name for module in modules for name, p in module.named_parameters()}
     for unit in first_unit.peers:
         owned = [param for param, _ in unit.owned_parameters()]
@@ -250,7 +250,7 @@ def _checked_axes(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None) ->
 
 def _check_own(modules: Sequence[nn.Module], params: Sequence[nn.Parameter]) -> None:
     owners = [
-        owner for module in modules for owner in owners_of(module) if owner.owner == "replicate"
+        owner for module in modules for owner in owners_of(module) if owner.made_by == "replicate"
     ]
     replicated = {id(param) for owner in owners for param in owner.held()}
     if any(id(param) in replicated for param in params):

@@ -21,7 +21,7 @@ from shoal_dtensor.internal import (
     check_materialized,
     check_plain_tensors,
     check_types,
-    complete_forms,
+    complete_forwards,
     in_backward,
     in_groups,
     is_compiling,
@@ -265,7 +265,7 @@ def _install(state: Replicas, module: Any, src_data_rank: int | None) -> None:
     if not axes.num_sharding_axes and any(local_of(tensor).is_meta for tensor in tensors):
         state.awaited_rank = src_data_rank
     state.take()
-    complete_forms(axes.mesh, module, over_data=(None, state.dtype))
+    complete_forwards(axes.mesh, module, over_data=(None, state.dtype))
     register_owner(state)
     watch(axes.mesh)
     state.attach()
@@ -279,7 +279,7 @@ def _install(state: Replicas, module: Any, src_data_rank: int | None) -> None:
 class Replicas(Reducer):
     """The state of a replicated module: its parameters, and the buckets of their gradients."""
 
-    owner = "replicate"
+    made_by = "replicate"
 
     def __init__(
         self,
@@ -390,7 +390,10 @@ class Replicas(Reducer):
         data = set(self.axes.mesh.axis_names)
         owners = owners_of(self.module)
         of_units = {
-            id(param) for owner in owners if owner.owner == "fully_shard" for param in owner.held()
+            id(param)
+            for owner in owners
+            if owner.made_by == "fully_shard"
+            for param in owner.held()
         }
         check_plain_tensors("replicate", self.held())
         for param in self.held():

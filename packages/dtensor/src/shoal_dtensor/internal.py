@@ -58,7 +58,7 @@ from .layout.dim_sharding import shard_sizes
 from .modules.forwards import (
     ModuleForward,
     arithmetic,
-    complete_forms,
+    complete_forwards,
     current_arithmetic,
     forward_of,
     set_forward,

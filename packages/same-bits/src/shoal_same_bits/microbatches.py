@@ -100,7 +100,7 @@ class _GradientTree:
         for owner in owners_of(self.model):
             if owner.keeps_gradients:
                 raise StyleError(
-                    f"{owner.owner} accumulates gradients of microbatches one after the other; "
+                    f"{owner.made_by} accumulates gradients of microbatches one after the other; "
                     "let every backward reduce them (without no_sync() and "
                     "reduce_after_last_microbatch)"
                 )

@@ -44,7 +44,7 @@ from .replica import Replica, weak_hook
 class Bucket(Group):
     """Replicas of trained parameters, whose gradients are reduced together."""
 
-    owner = "replicate"
+    made_by = "replicate"
 
     def __init__(self, name: str, replicas: Sequence[Replica], axes: DataAxes) -> None:
         super().__init__(name, axes)

@@ -35,7 +35,7 @@ class Group(Reducer):
     """Parameters whose gradients are reduced together."""
 
     # the function that made it, for messages and profiles
-    owner: str
+    made_by: str
     parameters: Sequence[ShardedParameter]
     # the indices of the parameters that require gradients
     trained: list[int]
@@ -105,7 +105,7 @@ class Group(Reducer):
             self.kept_ranks_of_loss = ranks
         if self.divisor is None and ranks != self.kept_ranks_of_loss:
             raise StyleError(
-                f"{self.owner}: the kept gradients of {self.name!r} belong to a loss shared by "
+                f"{self.made_by}: the kept gradients of {self.name!r} belong to a loss shared by "
                 f"{self.kept_ranks_of_loss} data-parallel ranks, and the gradients of this "
                 f"backward to a loss shared by {ranks}, so their sum has no common divisor. Call "
                 "set_gradient_divide_factor(), whose divisor then applies to all gradients, or "
@@ -120,7 +120,7 @@ class Group(Reducer):
         """Raise StyleError if a backward that raised may have added to kept gradients."""
         if self.partially_accumulated:
             raise StyleError(
-                f"{self.owner}: a backward raised while it added to the kept gradients of "
+                f"{self.made_by}: a backward raised while it added to the kept gradients of "
                 f"{self.name!r}, so some kept gradients include it and some do not. Drop all of "
                 "them with the outermost module's zero_grad(), and begin the step again"
             )

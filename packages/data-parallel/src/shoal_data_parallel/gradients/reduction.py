@@ -137,7 +137,7 @@ class GroupReduction:
         kept = reduction._take_kept() if with_kept else {}
         collected = _collect(group, grads, kept)
         reduction._present = collected.present
-        with purpose(f"{group.owner} reduces {group.name}"):
+        with purpose(f"{group.made_by} reduces {group.name}"):
             reduction._send(collected)
         return reduction
 

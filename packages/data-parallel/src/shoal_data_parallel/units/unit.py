@@ -121,7 +121,7 @@ class _InFlight:
 class Unit(Group):
     """The parameters of one `fully_shard` call on one mesh, gathered and reduced together."""
 
-    owner = "fully_shard"
+    made_by = "fully_shard"
     parameters: list[ShardedParameter]
 
     def __init__(

@@ -227,7 +227,7 @@ def arithmetic(mode: Arithmetic) -> Iterator[None]:
         yield
 
 
-def complete_forms(
+def complete_forwards(
     mesh: DeviceMesh, *modules: nn.Module, over_data: DataDtypes | None = None
 ) -> None:
     """Give modules on a mesh that no style shards the forwards that an entered mode needs.

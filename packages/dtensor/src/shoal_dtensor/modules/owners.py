@@ -102,8 +102,8 @@ def _empty(base: type, kind: type) -> Any:
 class Owner(Protocol):
     """A layer that averages the gradients of parameters over data axes, and may shard them there."""
 
-    # the name of the function that made the owner, for messages
-    owner: str
+    # the name of the function that made the owner: fully_shard or replicate
+    made_by: str
 
     # parameters of its modules that it does not manage
     @property
@@ -157,7 +157,7 @@ def releasable_owners(module: nn.Module, mesh: DeviceMesh | None = None) -> list
         if mesh is not None:
             if {*owner.data_mesh.axis_names} & {*mesh.axis_names}:
                 raise LayoutError(
-                    f"a style on axes {mesh.axis_names}: {owner.owner} has placed parameters on "
+                    f"a style on axes {mesh.axis_names}: {owner.made_by} has placed parameters on "
                     f"the data axes {owner.data_mesh.axis_names} already; use an axis for data or "
                     "for styles, not for both"
                 )
@@ -165,19 +165,19 @@ def releasable_owners(module: nn.Module, mesh: DeviceMesh | None = None) -> list
             DeviceMesh.concatenate([owner.data_mesh, mesh])
         if params.intersection(map(id, owner.ignored)):
             raise LayoutError(
-                f"a style on a module with parameters that were passed to {owner.owner} as "
+                f"a style on a module with parameters that were passed to {owner.made_by} as "
                 "ignored_params: the style would replace them; apply the style before "
-                f"{owner.owner}"
+                f"{owner.made_by}"
             )
         if any(map(has_own_hooks, owner.held())):
             raise LayoutError(
                 "a style on a module with parameters that got gradient hooks after "
-                f"{owner.owner}: the style would replace the parameters; register hooks after all "
+                f"{owner.made_by}: the style would replace the parameters; register hooks after all "
                 "styles are applied"
             )
         if owner.keeps_gradients:
             raise StyleError(
-                f"a style on a module with gradients that {owner.owner} keeps for a later "
+                f"a style on a module with gradients that {owner.made_by} keeps for a later "
                 "reduction: reduce them first, or drop them with zero_grad()"
             )
     return owners

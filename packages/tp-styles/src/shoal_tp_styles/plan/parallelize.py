@@ -15,7 +15,7 @@ from shoal_dtensor.errors import LayoutError, PlanError
 from shoal_dtensor.internal import (
     check_device_mesh,
     check_types,
-    complete_forms,
+    complete_forwards,
     refuse_save_pretrained,
     releasable_owners,
     unwatch_draws,
@@ -105,7 +105,7 @@ def parallelize_module(
         warnings.warn(problem, UnmatchedPlanWarning, stacklevel=3)
     unwatch_draws(module)
     resolved.apply(mesh, src_data_rank=src_data_rank, lower=lower)
-    complete_forms(mesh, module)
+    complete_forwards(mesh, module)
     watch_draws(module)
     refuse_save_pretrained(module)
     _forbid_fused_kernels(module)
