@@ -190,7 +190,7 @@ def constant_when_compiled(cls: Class) -> Class:
     traces into these methods, because a group is an input of the graph.
 
     Raises:
-        MeshTypeError: it is not a class of Python, or its instances have no hash.
+        MeshTypeError: the decorated object is not a class of Python, or its instances have no hash.
 
     Example:
         >>> from dataclasses import dataclass

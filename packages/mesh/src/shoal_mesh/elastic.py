@@ -146,8 +146,8 @@ class ElasticWorld:
             PeerError: no world took this rank in time.
             MeshTypeError: an argument of a wrong type.
         """
-        taken = "an elastic world runs a function"
-        require(function, FUNCTION, taken)
+        allowed = "an elastic world runs a function"
+        require(function, FUNCTION, allowed)
         require(wait, int | float, "wait is a number of seconds")
         failure: Exception | None = None
         while True:

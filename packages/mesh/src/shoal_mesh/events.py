@@ -1,8 +1,9 @@
 """Observers of collectives, and the events that they get before and after each collective.
 
-CommDebugMode, `lockstep` and profiler annotations are observers. The list of observers is empty
-unless one of them is on. Observers are called once for each collective, however many calls of the
-backend it takes: calls inside of an observed collective are not reported again (`in_observed`).
+CommDebugMode, `lockstep` and profiler annotations are observers. While none of them is on, the list
+of observers is empty, and a collective costs nothing more. Observers are called once for each
+collective, even if the collective calls the backend several times: calls inside of an observed
+collective are not reported again (`in_observed`).
 
 May import: _torch, argument_types, errors, transport, watch.
 """
@@ -22,13 +23,13 @@ import torch
 from ._torch import is_compiling
 from .argument_types import FUNCTION, kind_of, require
 from .errors import CollectiveError, CollectiveTypeError
-from .transport import Handle
+from .transport import Handle, Pending
 from .watch.recorder import PURPOSES, Text
 
 R = TypeVar("R")
 
 
-# lower case because programs call it like a function, as they do contextlib's suppress
+# In lower case, like contextlib's `suppress`, because programs call it like a function.
 class purpose:
     """Context manager that states the purpose of the collectives inside.
 
@@ -41,7 +42,7 @@ class purpose:
             needs the text, so costly texts cost nothing otherwise.
 
     Raises:
-        CollectiveTypeError: `text` is neither.
+        CollectiveTypeError: `text` is neither a string nor a function.
 
     Example:
         >>> with purpose("step 3"), purpose(lambda: "redistribute S(0) -> R"):
@@ -52,6 +53,7 @@ class purpose:
     __slots__ = ("_text",)
 
     def __init__(self, text: Text) -> None:
+        # A string, the common case, costs one comparison and no union of types.
         if type(text) is not str:
             require(
                 text,
@@ -69,7 +71,8 @@ class purpose:
         if texts and texts[-1] is self._text:
             PURPOSES.set(texts[:-1])
             return
-        # a block around this one has ended first: remove this text from the middle
+        # A block that began after this one is still open, as in a generator that waits at a
+        # `yield`: remove this text from the middle.
         for position, text in enumerate(texts):
             if text is self._text:
                 PURPOSES.set((*texts[:position], *texts[position + 1 :]))
@@ -91,11 +94,12 @@ class Event:
         comm: the communicator (a `Comm`).
         tensors: the tensors that this rank puts in.
         reduce_op: `sum`, ... or '' for collectives that only move data.
-        same: values by name that must be equal on all ranks for the collective to be right, such as
-            shapes, dims, sizes, the root.
-        sends: the numbers of elements for each rank of the communicator, in its order, if ranks
-            send different amounts; None if the values in `same` determine these numbers.
-        receives: the numbers of elements from each rank; None in the same case as `sends`.
+        same: values by name that must be the same on all ranks for the collective to be right, such
+            as shapes, dims, sizes, the root.
+        sends: the number of elements that this rank sends to each rank of the communicator, in its
+            order. None if the values in `same` determine these numbers, as in an all-gather.
+        receives: the number of elements that this rank receives from each rank, or None like
+            `sends`.
         purpose: the purpose that the program states (`purpose`), innermost first; '' if it states
             none.
         started: seconds of `time.perf_counter`.
@@ -130,19 +134,21 @@ class Observer(Protocol):
     def after(self, event: Event) -> None: ...
 
 
-# Declared mutable state: the observers, and the threads that run a collective that was reported to
-# observers already.
+# Declared mutable state: the observers.
 observers: list[Observer] = []
-_inside: set[int] = set()
+# Declared mutable state: ids of the threads whose calls of the backend are not reported. Either the
+# thread runs a collective that was reported already, or it is in a block of `unobserved`.
+_unreported_threads: set[int] = set()
 
 
 def in_observed() -> bool:
     """Return whether backend calls that run now must not be reported to observers.
 
-    Such calls belong to a collective that has been reported already, or a compiler traces them. A
-    traced call becomes an operator of `graph_operators`, which is reported when it runs.
+    Such calls belong to a collective that has been reported already or to a block of `unobserved`,
+    or a compiler traces them. A traced call becomes an operator of `graph_operators`, which is
+    reported when it runs.
     """
-    return is_compiling() or threading.get_ident() in _inside
+    return is_compiling() or threading.get_ident() in _unreported_threads
 
 
 def is_observed() -> bool:
@@ -159,15 +165,15 @@ def observe(observer: Observer) -> None:
     """Call `observer` before and after every collective from now on.
 
     Raises:
-        CollectiveTypeError: it has no methods `before` and `after`.
+        CollectiveTypeError: `observer` lacks the method `before` or `after`.
 
     Example:
-        >>> names = SimpleNamespace(before=lambda event: print(event.op), after=lambda event: None)
-        >>> observe(names)
+        >>> shown = SimpleNamespace(before=lambda event: print(event.op), after=lambda event: None)
+        >>> observe(shown)
         >>> observed(lambda: 3, "all_reduce", SimpleNamespace(size=2), ())
         all_reduce
         3
-        >>> unobserve(names)
+        >>> unobserve(shown)
     """
     for name in ("before", "after"):
         if not callable(getattr(observer, name, None)):
@@ -181,7 +187,7 @@ def unobserve(observer: Observer) -> None:
     """Stop calling `observer`.
 
     Raises:
-        CollectiveError: it does not observe.
+        CollectiveError: `observer` was not passed to `observe`, or is removed already.
     """
     if observer not in observers:
         raise CollectiveError(
@@ -212,21 +218,21 @@ def unobserved() -> Iterator[None]:
     Simulated ranks use it, because they send nothing.
 
     Example:
-        >>> names = SimpleNamespace(before=lambda event: print(event.op), after=lambda event: None)
-        >>> observe(names)
+        >>> shown = SimpleNamespace(before=lambda event: print(event.op), after=lambda event: None)
+        >>> observe(shown)
         >>> with unobserved():
         ...     observed(lambda: 3, "all_reduce", SimpleNamespace(size=2), ())
         3
-        >>> unobserve(names)
+        >>> unobserve(shown)
     """
     thread = threading.get_ident()
-    was_inside = thread in _inside
-    _inside.add(thread)
+    was_unreported = thread in _unreported_threads
+    _unreported_threads.add(thread)
     try:
         yield
     finally:
-        if not was_inside:
-            _inside.discard(thread)
+        if not was_unreported:
+            _unreported_threads.discard(thread)
 
 
 class _TimedHandle:
@@ -254,9 +260,16 @@ def observed(  # noqa: PLR0913  # the fields of an event
 ) -> R:
     """Run a collective with reports to observers, and return its result.
 
-    A collective over one rank, or inside of another observed collective, is not reported. `run`
-    runs the collective. The other arguments are fields of the `Event`: `flow` is its `sends` and
-    `receives`, and sequences in `same` become tuples.
+    A collective over one rank, or inside of another observed collective, is not reported.
+
+    Args:
+        run: runs the collective.
+        op: as in `Event`.
+        comm: as in `Event`.
+        tensors: as in `Event`.
+        reduce_op: as in `Event`.
+        same: as in `Event`, where sequences become tuples.
+        flow: the pair of `sends` and `receives` of the `Event`.
     """
     if not observers or comm.size == 1 or in_observed():
         return run()
@@ -273,15 +286,15 @@ def observed(  # noqa: PLR0913  # the fields of an event
     for observer in observers:
         observer.before(event)
     thread = threading.get_ident()
-    _inside.add(thread)
+    _unreported_threads.add(thread)
     try:
         result = run()
-        # the result is the `Pending` of a collective in flight
-        if hasattr(result, "work") and result.work is not None:
+        # A collective that was started with `async_op` returns a `Pending`: time its waits too.
+        if isinstance(result, Pending) and result.work is not None:
             result.work = _TimedHandle(result.work, event.waits)
         return result
     finally:
-        _inside.discard(thread)
+        _unreported_threads.discard(thread)
         event.seconds = time.perf_counter() - event.started
         for observer in observers:
             observer.after(event)

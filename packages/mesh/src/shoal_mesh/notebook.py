@@ -59,7 +59,7 @@ def run_cell(line: str, cell: str, variables: dict[str, Any], show: Any) -> None
             # reported if the cell turns out to need it
             unsent[name] = str(error)
     ranks_by_output: dict[tuple[str, str], list[int]] = {}
-    pool = kept_pool(int(line), None, True)
+    pool = kept_pool(int(line), backend=None, show_output=True)
     for rank, outputs in enumerate(pool.run(_run_on_rank, cell, sent, unsent, timeout=None)):
         for output in outputs:
             ranks_by_output.setdefault(output, []).append(rank)

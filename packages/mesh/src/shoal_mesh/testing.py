@@ -23,6 +23,8 @@ from .argument_types import FUNCTION, require, require_each
 from .errors import MeshError
 from .events import Event, observing
 from .groups.world import ensure_world, require_world
+
+# Names imported `as` themselves are for the tools of tests in the packages above, not for users.
 from .lab.c10d.group import LabGroup as LabGroup
 from .lab.c10d.link import RankFacts as RankFacts
 from .lab.isolation.threads import (
@@ -76,7 +78,7 @@ def rank_pool(size: int = 4) -> RankPool:
         [0, 1]
     """
     require(size, int, "a pool has a number of ranks")
-    return kept_pool(size, None, False)
+    return kept_pool(size, backend=None, show_output=False)
 
 
 def on_ranks(size: int = 4, *, timeout: float | None = 60.0) -> Callable[[F], F]:
@@ -98,9 +100,10 @@ def on_ranks(size: int = 4, *, timeout: float | None = 60.0) -> Callable[[F], F]
         MeshError: no positive number of ranks.
 
     Example:
+        >>> from shoal_mesh import all_reduce
         >>> @on_ranks(2)
         ... def test_sum() -> None:
-        ...     assert all_reduce(torch.ones(()), comm_over((0, 1))).item() == 2
+        ...     assert all_reduce(torch.ones(()), (all_ranks(), 0)).item() == 2
         >>> test_sum()
     """
     require(size, int, "on_ranks takes a number of ranks, as in @on_ranks(4)")
@@ -114,12 +117,15 @@ def on_ranks(size: int = 4, *, timeout: float | None = 60.0) -> Callable[[F], F]
         @wraps(body)
         def run(*args: Any, **kwargs: Any) -> None:
             state = None
-            # `TestSums.test_mean`, but not `test_sums.<locals>.test_mean`
+            # `TestSums.test_mean` is a method; `test_sums.<locals>.test_mean`, a function that
+            # another function defines, is not.
             is_method = "." in body.__qualname__ and "<locals>" not in body.__qualname__
             if is_method and args:
                 instance, *rest = args
                 state = _attributes(instance)
                 args = tuple(rest)
+            # The ranks import the test by its name, find this wrapper, and call its
+            # `__shoal_body__`, so they do not come here again.
             rank_pool(size)._run(run, args, kwargs, state=state, timeout=timeout)
 
         run.__shoal_body__ = body  # type: ignore[attr-defined]  # what the ranks call
@@ -228,7 +234,7 @@ def counts(mode: CommDebugMode) -> dict[str, int]:
         mode: a `CommDebugMode`, in its block or after it.
 
     Raises:
-        MeshTypeError: it is something else.
+        MeshTypeError: `mode` is not a `CommDebugMode`.
 
     Example:
         >>> from shoal_mesh import all_gather
@@ -280,10 +286,10 @@ def with_comms(body: F) -> F:
         A function with the signature of `body`.
 
     Raises:
-        MeshTypeError: it is not callable.
+        MeshTypeError: `body` is not callable.
     """
-    taken = "with_comms decorates a function"
-    require(body, FUNCTION, taken)
+    allowed = "with_comms decorates a function"
+    require(body, FUNCTION, allowed)
 
     @wraps(body)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -301,8 +307,8 @@ def with_comms(body: F) -> F:
 class RankTestCase(unittest.TestCase):
     """A unittest base whose test methods run on `world_size` ranks of the session's pool.
 
-    `setUp` and `tearDown` run here, once; `set_up_rank` and `tear_down_rank` run around the method
-    on every rank.
+    `setUp` and `tearDown` run in this process. Each rank calls `set_up_rank` and `tear_down_rank`
+    around the method (`local_ranks.worker`).
     """
 
     # number of ranks; set it in the class body

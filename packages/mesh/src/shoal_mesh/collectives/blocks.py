@@ -179,8 +179,8 @@ def pack_blocks(blocks: Sequence[Tensor], *, like: Tensor | None = None) -> Tens
     """
     require_tensors(blocks, "blocks must be a list of tensors")
     kinds = Tensor | None if blocks else Tensor
-    taken = "like= is a tensor of the dtype of the blocks, needed if there are none"
-    require(like, kinds, taken, CollectiveTypeError)
+    allowed = "like= is a tensor of the dtype of the blocks, needed if there are none"
+    require(like, kinds, allowed, CollectiveTypeError)
     return _pack(blocks, like)
 
 
@@ -247,9 +247,9 @@ def _unpack(flat: Tensor, out: Sequence[Tensor]) -> None:
 
 def _check(blocks: Blocks, comm: Comm, out: Blocks) -> bool:
     """Check the arguments of this rank; return whether any block is of a tensor subclass."""
-    taken = "all_to_all_blocks takes one list of tensors per rank"
-    require_each(blocks, Sequence, taken, CollectiveTypeError)
-    require_each(out, Sequence, taken, CollectiveTypeError)
+    allowed = "all_to_all_blocks takes one list of tensors per rank"
+    require_each(blocks, Sequence, allowed, CollectiveTypeError)
+    require_each(out, Sequence, allowed, CollectiveTypeError)
     if not len(blocks) == len(out) == comm.size:
         raise CollectiveError(
             f"all_to_all_blocks over {comm.size} ranks takes one list of blocks and one of outputs "

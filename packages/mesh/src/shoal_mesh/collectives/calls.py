@@ -79,20 +79,20 @@ def checked(tensor: Tensor, along: Along, name: str = "tensor") -> Comm:
     return comm
 
 
-def checked_each(tensors: Sequence[Tensor], along: Along, taken: str) -> Comm:
-    """Check a list of tensors as `checked` does; `taken` describes the allowed arguments."""
-    require_tensors(tensors, taken)
+def checked_each(tensors: Sequence[Tensor], along: Along, allowed: str) -> Comm:
+    """Check a list of tensors as `checked` does; `allowed` describes the allowed arguments."""
+    require_tensors(tensors, allowed)
     comm = resolve(along)
     for tensor in tensors:
         checked(tensor, comm)
     return comm
 
 
-def require_tensors(tensors: Sequence[Tensor], taken: str) -> None:
-    """Raise CollectiveTypeError unless given a sequence of tensors; `taken` describes it."""
+def require_tensors(tensors: Sequence[Tensor], allowed: str) -> None:
+    """Raise CollectiveTypeError unless given a sequence of tensors; `allowed` describes it."""
     is_list = isinstance(tensors, list | tuple)
     if not is_list or any(type(tensor) is not Tensor for tensor in tensors):
-        require_each(tensors, Tensor, taken, CollectiveTypeError)
+        require_each(tensors, Tensor, allowed, CollectiveTypeError)
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -212,15 +212,15 @@ def refuse_uneven(tensor: Tensor, dim: int, comm: Comm) -> NoReturn:
 
 def check_sizes(sizes: Sizes, comm: Comm, name: str = "sizes") -> int:
     """Return the sum of sizes; CollectiveError unless they are one non-negative count per rank."""
-    taken = "the sizes of blocks are a sequence of int, one per rank"
+    allowed = "the sizes of blocks are a sequence of int, one per rank"
     try:
         total = sum(sizes)
         fits = len(sizes) == comm.size
     except (TypeError, RuntimeError):
         # RuntimeError: for torch's own mesh, and for sparse tensors
-        raise CollectiveTypeError(f"{taken}, got {kind_of(sizes)} as {name}") from None
+        raise CollectiveTypeError(f"{allowed}, got {kind_of(sizes)} as {name}") from None
     if type(total) is not int:
-        require(total, int | torch.SymInt, taken, CollectiveTypeError)
+        require(total, int | torch.SymInt, allowed, CollectiveTypeError)
     if not fits or min(sizes) < 0:
         raise CollectiveError(
             f"{name} must be one non-negative count for each of {comm.size} ranks, got "

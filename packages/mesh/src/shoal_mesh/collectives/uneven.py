@@ -263,8 +263,8 @@ def scatter(tensors: Sequence[Tensor] | None, comm: Along, src: int = 0, *, out:
     if calls.loses_gradient([out]):
         received = torch.empty_like(out)
         calls.refuse_gradient(partial(scatter, tensors, comm, src, out=received))
-    taken = "scatter takes a list of tensors on the source, None elsewhere"
-    require(tensors, Sequence | None, taken, CollectiveTypeError)
+    allowed = "scatter takes a list of tensors on the source, None elsewhere"
+    require(tensors, Sequence | None, allowed, CollectiveTypeError)
     sent: tuple[Tensor, ...] = ()
     if comm.rank == src:
         sent = _checked_blocks(tensors, comm, src, out)

@@ -95,8 +95,8 @@ class Lab:
             >>> lab(4, isolation="thread").run(total)
             [6.0, 6.0, 6.0, 6.0]
         """
-        taken = "a lab runs a function"
-        require(function, FUNCTION, taken)
+        allowed = "a lab runs a function"
+        require(function, FUNCTION, allowed)
         if self.isolation == "process":
             return self._run_on_processes(function, (args, kwargs), world)
         return self._run_on_threads(lambda: function(*args, **kwargs), world)

@@ -109,7 +109,7 @@ def launch(  # type: ignore[misc]  # a function with an argument named backend c
         raise MeshError("launch needs a number of ranks, except under torchrun")
     ranks: AbstractContextManager[RankPool]
     if _KEPT[0]:
-        ranks = nullcontext(kept_pool(nprocs, backend, True))
+        ranks = nullcontext(kept_pool(nprocs, backend=backend, show_output=True))
     else:
         ranks = RankPool(nprocs, backend=backend, show_output=True, once=True)
     with ranks as pool:

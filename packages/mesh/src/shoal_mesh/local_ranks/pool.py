@@ -246,8 +246,8 @@ class RankPool:
         """Start the ranks if they are not up; `run` does it too.
 
         Raises:
-            RankError: they did not come up in time, or a rank would start ranks because it imports
-                the main script.
+            RankError: the ranks did not come up in time, or a rank would start ranks because it
+                imports the main script.
         """
         if self._connections and self._parent == os.getpid():
             return
@@ -294,14 +294,14 @@ class RankPool:
         Args:
             function: imported on the ranks by module (or file) and name; lambdas and inner
                 functions are sent as code.
-            *args: its arguments, pickled.
+            *args: the arguments of `function`, pickled.
             timeout: seconds until ranks that have not returned count as hung; None waits.
-            **kwargs: its keyword arguments, pickled.
+            **kwargs: the keyword arguments of `function`, pickled.
 
         Raises:
             MeshTypeError: `function` is not a function, or arguments cannot be pickled.
-            RankError: it failed or did not return on some rank.
-            unittest.SkipTest: it asked to be skipped on every rank.
+            RankError: `function` failed or did not return on some rank.
+            unittest.SkipTest: `function` asked to be skipped on every rank.
         """
         return self._run(function, args, kwargs, state=None, timeout=timeout)
 
@@ -318,9 +318,9 @@ class RankPool:
 
         Args:
             function: the function.
-            args: its arguments.
-            kwargs: its keyword arguments.
-            state: attributes of the test instance whose method it is; None for a function.
+            args: the arguments of `function`.
+            kwargs: the keyword arguments of `function`.
+            state: if `function` is a test method, the attributes of its instance; None otherwise.
             timeout: seconds until ranks that have not returned count as hung; None waits.
         """
         code = dump_function(function)
@@ -538,6 +538,6 @@ def _first_error(failures: Collection[Failure]) -> Exception | None:
 
 
 @cache
-def kept_pool(size: int, backend: str | None, show_output: bool) -> RankPool:
+def kept_pool(size: int, *, backend: str | None, show_output: bool) -> RankPool:
     """Return the pool of some number of ranks that this process keeps until it ends."""
     return RankPool(size, backend=backend, show_output=show_output)

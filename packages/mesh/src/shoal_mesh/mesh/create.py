@@ -148,8 +148,8 @@ def abstract_mesh(
     """
     sizes = read_shape(shape)
     require(rank, int, "the rank of an abstract mesh is an int")
-    taken = "connect is a function of ranks"
-    require(connect, FUNCTION | None, taken)
+    allowed = "connect is a function of ranks"
+    require(connect, FUNCTION | None, allowed)
     if rank < 0:
         raise MeshError(f"rank {rank} of an abstract mesh of {prod(sizes)} ranks")
     axis_names = read_names(names, len(sizes))

@@ -416,7 +416,7 @@ class DeviceMesh(RankGrid):
 
         Raises:
             MeshTypeError: not a sequence of meshes.
-            MeshError: they come from different meshes, or do not cross at one rank.
+            MeshError: the slices come from different meshes, or do not cross at one rank.
         """
         require_each(meshes, DeviceMesh, "concatenate takes a sequence of DeviceMesh")
         if not meshes:

@@ -541,8 +541,8 @@ def _named_tensors(
     function: str, tensor: Tensor | Mapping[str, Tensor], what: str
 ) -> dict[str, Tensor]:
     """Return the tensors to compare by name; refuse values of other types."""
-    taken = f"{function} compares a torch.Tensor or a dict of them"
-    require(tensor, Tensor | Mapping, taken, CollectiveTypeError)
+    allowed = f"{function} compares a torch.Tensor or a dict of them"
+    require(tensor, Tensor | Mapping, allowed, CollectiveTypeError)
     require(what, str, "the name of a tensor is a string", CollectiveTypeError)
     if isinstance(tensor, Tensor):
         named = {what: tensor}
