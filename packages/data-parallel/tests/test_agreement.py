@@ -101,7 +101,7 @@ def test_memory_that_nobody_initialized_is_named() -> None:
     model.to_empty(device="cpu")
     model[0].reset_parameters()
     for _ in range(2):
-        with pytest.raises(StyleError, match=r"\['1.weight', '1.bias'\] have no values"):
+        with pytest.raises(StyleError, match=r"\['1.weight', '1.bias'\] have memory but no values"):
             model(torch.ones(2, 4))
     model[1].reset_parameters()
     model(torch.ones(2, 4)).sum().backward()

@@ -43,6 +43,7 @@ def check_same_parameters(
         axes: the data axes.
     """
     comm = axes.comm
+    # `is_traced` is true under a FakeTensorMode too.
     if "fake" in comm.backend or comm.size == 1 or is_traced():
         return
     rows = [_description(name, param) for name, param in parameters]
@@ -68,7 +69,9 @@ def _gather_texts(text: bytes, lengths: Sequence[int], comm: Comm, *, device: st
 
     An all-gather sends rows of one length, so each rank pads its text to the longest text.
     """
-    padded = bytearray(text.ljust(max(*lengths, 1), b" "))
+    # at least one byte, because `torch.frombuffer` refuses an empty buffer
+    longest = max(*lengths, 1)
+    padded = bytearray(text.ljust(longest, b" "))
     row = torch.frombuffer(padded, dtype=torch.uint8).to(device)
     rows = all_gather(row.unsqueeze(0), comm).cpu()
     pairs = zip(rows, lengths, strict=True)
@@ -78,11 +81,19 @@ def _gather_texts(text: bytes, lengths: Sequence[int], comm: Comm, *, device: st
 def _raise_first_difference(
     function: str, descriptions: Sequence[Sequence[str]], comm: Comm
 ) -> None:
-    for of_ranks in zip_longest(*descriptions, fillvalue=_ABSENT):
-        if len({*of_ranks}) == 1:
+    """Raise LockstepError for the first position at which the parameters of the ranks differ.
+
+    Args:
+        function: the name of the function that is called.
+        descriptions: for each rank of the communicator, the descriptions of its parameters.
+        comm: the communicator.
+    """
+    # one description from each rank, of the parameters at one position
+    for one_per_rank in zip_longest(*descriptions, fillvalue=_ABSENT):
+        if len({*one_per_rank}) == 1:
             continue
         ranks_with: dict[str, list[int]] = {}
-        for rank, description in zip(comm.ranks, of_ranks, strict=True):
+        for rank, description in zip(comm.ranks, one_per_rank, strict=True):
             ranks_with.setdefault(description, []).append(rank)
         listed = "; ".join(
             f"{description} on ranks {ranks}" for description, ranks in ranks_with.items()
@@ -94,7 +105,7 @@ def _raise_first_difference(
 
 
 def check_initialized(function: str, names: Sequence[str]) -> None:
-    """Raise StyleError if there are parameters with memory to which nobody has written values.
+    """Raise StyleError for parameters that have memory, but no values in it yet.
 
     Args:
         function: the name of the function that is called, for the error.
@@ -102,9 +113,9 @@ def check_initialized(function: str, names: Sequence[str]) -> None:
     """
     if names:
         raise StyleError(
-            f"{function}: parameters {list(names)} have no values: module.to_empty() gives a module "
-            "memory without values. Initialize the parameters (with module.reset_parameters(), or "
-            "by load_state_dict) before the first forward"
+            f"{function}: parameters {list(names)} have memory but no values, as module.to_empty() "
+            "leaves them. Initialize the parameters (with module.reset_parameters(), or by "
+            "load_state_dict) before the first forward"
         )
 
 
@@ -115,7 +126,9 @@ def check_values(
     *,
     were_on_meta: bool,
 ) -> None:
-    """Raise StyleError if sharded parameters of modules have no values, unless the mesh has none.
+    """Raise StyleError if sharded parameters of modules have no values.
+
+    Nothing is checked on a mesh of the device type meta, where no parameter ever has values.
 
     Args:
         function: the name of the function that is called, for the error.
@@ -123,12 +136,15 @@ def check_values(
         parameters: the parameters.
         were_on_meta: whether parameters were on the meta device when they were sharded.
     """
+    # All parameters are on one mesh.
     if not parameters or parameters[0].gathered.mesh.device_type == "meta":
         return
     on_meta = [p for p in parameters if p.leaf.device.type == "meta"]
     if on_meta:
         sites = [site for parameter in on_meta for site in parameter.sites]
         check_materialized(function, [*_names_of(sites, modules)])
+    # Only parameters that were on the meta device can have memory without values (`to_empty()`).
+    # The check reads all elements, so it is left out for others.
     if were_on_meta:
         unset = [site for p in parameters if has_no_values(p.leaf) for site in p.sites]
         check_initialized(function, [*_names_of(unset, modules)])
