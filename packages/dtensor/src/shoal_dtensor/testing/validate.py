@@ -469,7 +469,7 @@ def _format_call(call: OpCall) -> str:
         shapes.append(f"{dtype}{list(tensor.shape)}")
     others = {}
     for name, value in call.bound.items():
-        has_tensors = any(True for _ in flatten(value))
+        has_tensors = next(flatten(value), None) is not None
         if not has_tensors and value not in (None, [], False):
             others[name] = value
     return f"({', '.join(shapes)}) {others}"

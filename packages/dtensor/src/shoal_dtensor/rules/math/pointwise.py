@@ -1,10 +1,12 @@
 """Sharding of elementwise operators, on one mesh axis.
 
-Every dim may be sharded, in all operands alike (the rows of `pointwise`). Operators differ in their
-treatment of partial values. Linear operators allow partial sums, increasing operators allow partial
-extrema, and operators that choose elements (`where`, `copy_`) allow every reduction that returns
-`x` for equal values `x`. The values of scalars do not influence the rows; only the fact that an
-operand is a scalar does.
+`pointwise` makes the rules: by one row for each dim, the dim may be sharded, in all operands alike.
+This file adds the rows with partial values, in which operators differ. Linear operators allow
+partial sums, increasing operators allow partial extrema, and operators that choose elements
+(`where`, `copy_`) allow every reduction that returns `x` for equal values `x`.
+
+An operand may be a Python number. The rows depend on which operands are numbers, and not on the
+numbers themselves, so decisions are cached for all numbers (`by_value=False`).
 """
 
 from __future__ import annotations
@@ -37,29 +39,40 @@ from ..language.rule import (
     replicated,
 )
 
+# pairs of the entries of all tensor operands, and the entry of the result
 PartialRows = list[tuple[tuple[Entry, ...], Entry]]
+# a number of Python; `bool` is a subclass of `int`
 Number = int | float | complex
 # reductions that return `x` for equal values `x`
 IDEMPOTENT = ("avg", "max", "min", "band", "bor")
 
 
 def _partial(call: OpCall, ops: Iterable[str], *groups: tuple[int, ...]) -> PartialRows:
-    """Return, per reduction and group, the placements where the group and the result are partial.
+    """Return one row for each reduction and each group of operands.
 
-    The group `()` stands for all operands.
+    The operands of the group and the result are partial with the reduction; the other operands are
+    replicated.
+
+    Args:
+        call: the call of an operator.
+        ops: the reductions.
+        groups: groups of tensor operands, by position. `()` stands for all operands.
     """
     count = len(call.tensors)
     rows: PartialRows = []
     for op in ops:
         partial = P(op)
-        for group in groups:
-            entries = entries_at(group or range(count), partial, count)
+        for operands in groups:
+            entries = entries_at(operands or range(count), partial, count)
             rows.append((tuple(entries), partial))
     return rows
 
 
 def _number_operands(call: OpCall) -> int:
-    """Return how many of the first two operands are numbers, or lists of numbers (`foreach`)."""
+    """Return how many of the two operands are numbers, or lists of numbers (`foreach`).
+
+    Further arguments are options, such as `alpha` of `add`.
+    """
     values = [call.get(name) for name in call.schema.inputs[:2]]
     firsts = []
     for value in values:
@@ -73,8 +86,9 @@ def _offset(local_call: LocalCall) -> LocalFunction | None:
     call = local_call.call
     result = local_call.outputs[0]
     axes = [axis for axis, op in result.partials if op == "sum"]
-    if result.coordinate is None or not any(result.coordinate[axis] for axis in axes):
+    if result.coordinate is None or all(result.coordinate[axis] == 0 for axis in axes):
         return None
+    # Each of these operators has at most one number, under one of these names.
     for name in ("other", "value", "src", "self"):
         number = call.get(name)
         if isinstance(number, Number):
@@ -84,12 +98,13 @@ def _offset(local_call: LocalCall) -> LocalFunction | None:
 
 
 def _sums(call: OpCall) -> PartialRows:
-    """Return partials of `a + b`: two sums, or an average and a fixed value."""
+    """Return partials of `a + b`: two sums, two averages, or an average and a fixed value."""
     # Partial extrema are excluded, although addition is increasing. In int8, 100 + 50 wraps to -106
     # on the rank that has the maximum, and infinite floats may give inf - inf.
     name = call.op.__name__.partition(".")[0]
-    # Users read the sum of a tensor and a number, so it is reduced. Only a result that is written
-    # in place stays partial (see `_offset`).
+    # A partial sum stays partial if a number is added in place, because `_offset` then adds the
+    # number on one rank. A new result is reduced, because most programs read it next.
+    # `_foreach_add_` is left out, because it runs without `_offset` (see `_LISTS`).
     is_in_place = name.endswith("_") and not name.startswith("_foreach")
     adds_number = bool(_number_operands(call))
     ops = ["avg"] if adds_number and not is_in_place else ["sum", "avg"]
@@ -116,16 +131,25 @@ def _chosen(call: OpCall) -> PartialRows:
 
     The choice does not depend on the values of these operands.
     """
-    chosen = range(1, len(call.tensors))
+    operands = tuple(range(1, len(call.tensors)))
     has_number = any(isinstance(value, Number) for value in call.bound.values())
-    is_number = len(chosen) < 2 and has_number
-    single = [(i,) for i in chosen]
-    rows = _partial(call, () if is_number else REDUCE_OPS, tuple(chosen))
+    other_is_number = len(operands) < 2 and has_number
+    rows: PartialRows = []
+    if not other_is_number:
+        rows += _partial(call, REDUCE_OPS, operands)
+    # One operand is partial. The other one has the same value on all ranks, and so has the result
+    # where it is chosen: it must not be added up.
+    single = [(i,) for i in operands]
     rows += _partial(call, IDEMPOTENT, *single)
+    # A call with one operand and no number has the same rows in both parts.
     return list(dict.fromkeys(rows))
 
 
 def _masked_fill(call: OpCall) -> PartialRows:
+    """Return partials of `masked_fill(self, mask, value)`, whose value is a number or a tensor.
+
+    A number is written into a partial sum on one rank only (`_offset`).
+    """
     if len(call.tensors) == 2:
         return _partial(call, [*IDEMPOTENT, "sum"], (0,))
     both = _partial(call, REDUCE_OPS, (0, 2))
@@ -133,12 +157,13 @@ def _masked_fill(call: OpCall) -> PartialRows:
 
 
 def _replaced(call: OpCall) -> PartialRows:
-    """Return partials of operators that replace values by the second tensor, if there is one.
+    """Return partials of operators that replace values by a tensor (`copy`) or a number (`fill`).
 
-    The old values do not matter.
+    The old values do not matter. A number is written into a partial sum on one rank only
+    (`_offset`).
     """
-    # Partial norms are excluded. Writes to them must go through `write_back`, because they cache
-    # the result of their reduction.
+    # `REDUCE_OPS` does not have norms. A partial norm caches the result of its reduction, so it is
+    # reduced before it is written to.
     if len(call.tensors) == 2:
         rows = _partial(call, REDUCE_OPS, ())
     else:
@@ -160,7 +185,10 @@ def _extremum(op: str) -> Rule:
 
 
 def _joint(op: str) -> Partials:
-    """Return the partials of `op` of two partial values that are reduced with the same `op`."""
+    """Return the partials of an operator of two values that are partial with a reduction `op`.
+
+    The result is partial with `op` too: the product of partial products is a partial product.
+    """
 
     def partials(call: OpCall) -> PartialRows:
         return [] if _number_operands(call) else _partial(call, [op], ())
@@ -171,7 +199,14 @@ def _joint(op: str) -> Partials:
 def _linear_in(*groups: tuple[int, ...], averages: Sequence[tuple[int]]) -> Rule:
     """Return the rule of an operator that is linear in the operands of each group together.
 
-    An average of one of `averages` may be combined with fixed other operands.
+    Example: `addcmul(a, b, c)` is `a + b * c`. While `c` is fixed, it is linear in `(a, b)`, the
+    group `(0, 1)`. While `b` and `c` are fixed, it maps an average `a` to an average.
+
+    Args:
+        groups: groups of operands, by position. If all operands of a group are partial sums or
+            averages, the result is too.
+        averages: groups of operands, by position. If one group is an average, the result is too,
+            whatever the other operands add to it.
     """
 
     def partials(call: OpCall) -> PartialRows:
@@ -196,9 +231,12 @@ def _linear_unless_rounded(call: OpCall) -> PartialRows:
 
 
 def equal(call: OpCall) -> Iterator[Row]:
+    """Yield rows that shard both tensors alike; the answers of the ranks are all-reduced."""
+    # the bytes of an answer, an int64
+    nbytes = 8
     if call["self"].shape == call["other"].shape:
         for d in range(call["self"].ndim):
-            yield call.row(self=S(d), other=S(d), traffic=lambda ranks: 8)
+            yield call.row(self=S(d), other=S(d), traffic=lambda ranks: nbytes)
 
 
 def _equal(local_call: LocalCall) -> LocalFunction:
@@ -210,9 +248,9 @@ def _equal(local_call: LocalCall) -> LocalFunction:
     def run(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
         if is_exact and a.shape != b.shape:
             return False
-        is_close = torch.eq(a, b) if is_exact else torch.isclose(a, b, *args, **kwargs)
-        all_close = is_close.all().long()
-        return bool(all_reduced(all_close, local_call.inputs[0], axes, "min").item())
+        matches = torch.eq(a, b) if is_exact else torch.isclose(a, b, *args, **kwargs)
+        all_match = matches.all().long()
+        return bool(all_reduced(all_match, local_call.inputs[0], axes, "min").item())
 
     return run
 
@@ -221,7 +259,7 @@ _PLAIN = pointwise()
 _RISING = pointwise(monotone=True)
 _LINEAR = pointwise(linear=(0,))
 _LINEAR_RISING = pointwise(linear=(0,), monotone=True)
-# The operator does not change values, so any reduction may stay pending.
+# The operator returns the elements of `self` as they are, so any reduction may stay pending.
 _KEPT = replace(_PLAIN, moves="self")
 _SUM = replace(pointwise(partial=_sums), local=_offset)
 
@@ -247,7 +285,9 @@ _RULES: dict[str, Rule] = {
     "addcmul": _linear_in((0, 1), (0, 2), averages=[(0,)]),
     "addcdiv": _linear_in((0, 1), averages=[(0,)]),
     "conj_physical _conj_physical resolve_conj resolve_neg": _LINEAR,
-    # A mark for a later conjugation is ignored inside a tensor subclass, so it is computed now.
+    # torch would return a view with a mark (the conj bit or neg bit), and compute when it is read.
+    # A tensor subclass loses the mark of its local tensor, so the values are computed now, and the
+    # result is a copy.
     "_conj": replace(_LINEAR, local=lambda local_call: torch.conj_physical, kind="copy"),
     "_neg_view": replace(_LINEAR, local=lambda local_call: torch.neg, kind="copy"),
     "rad2deg deg2rad": _LINEAR_RISING,
@@ -305,7 +345,11 @@ _RULES: dict[str, Rule] = {
 
 
 def _with_numbers(rule: Rule) -> Rule:
-    """Adapt `rule` to operators whose last tensor holds a number for each element of the lists."""
+    """Adapt `rule` to `_foreach_addcmul(a, b, c, numbers)`, or `_foreach_addcdiv` likewise.
+
+    `a`, `b` and `c` are lists, whose elements `rule` is for. `numbers` is a tensor with one factor
+    for each element; it is replicated.
+    """
 
     def rows(call: OpCall) -> Iterator[Row]:
         for row in rule.rows(replace(call, tensors=call.tensors[:-1])):
@@ -314,7 +358,8 @@ def _with_numbers(rule: Rule) -> Rule:
     return replace(rule, rows=rows)
 
 
-# The operators that torch also has for lists, which run element by element.
+# The operators that torch also has for lists, which run element by element. Names with an overload
+# are left out: `where.self` does not exist for lists, and `max.other` has another meaning there.
 _LISTS = {
     f"_foreach_{name}": replace(rule, kind="each", local=None)
     for names, rule in _RULES.items()
@@ -339,7 +384,7 @@ def fused_optimizer(call: OpCall) -> Iterator[Row]:
         entries: dict[str, Entry] = {name: R if name in shared else S(d) for name in call.places}
         for i, name in enumerate(call.schema.written):
             entries[f"out{i}"] = entries[name]
-        # Functional forms return the new values under the names of the arguments.
+        # Functional forms name their results after arguments: `exp_avgs_out` is the new `exp_avgs`.
         for result in call.results:
             name = result.removesuffix("_out")
             if name in entries:
@@ -348,7 +393,7 @@ def fused_optimizer(call: OpCall) -> Iterator[Row]:
 
 
 def unscale(call: OpCall) -> Iterator[Row]:
-    """Yield rows that report an infinity on one rank to all ranks."""
+    """Yield rows that shard a gradient; `found_inf` is then all-reduced (`_unscale`)."""
     nbytes = call["found_inf"].dtype.itemsize
     for d in range(call.tensors[0].ndim):
         yield call.row(self=S(d), out0=S(d), traffic=all_reduce_traffic(nbytes))
@@ -369,6 +414,8 @@ def _unscale(local_call: LocalCall) -> LocalFunction | None:
     return run
 
 
+# A call works on lists of parameters, one element after the other. Learning rates and other numbers
+# do not influence the rows, and neither do the positions of elements in a sharded dim.
 _OPTIMIZERS = {
     "_fused_sgd _fused_adam _fused_adamw _fused_adagrad": Rule(
         fused_optimizer, by_value=False, kind="each", unordered=True
@@ -377,6 +424,9 @@ _OPTIMIZERS = {
         unscale, _unscale, by_value=False, kind="each"
     ),
 }
-POINTWISE: Table = family(_RULES | _OPTIMIZERS) | family(
-    _LISTS | {f"{n}.Tensor {n}_.Tensor": _with_numbers(_LISTS[n]) for n in _TERNARY}
-)
+_WITH_NUMBERS = {
+    # a key names the functional form and, after a space, the in-place form
+    f"{name}.Tensor {name}_.Tensor": _with_numbers(_LISTS[name])
+    for name in _TERNARY
+}
+POINTWISE: Table = family(_RULES | _OPTIMIZERS) | family(_LISTS | _WITH_NUMBERS)
