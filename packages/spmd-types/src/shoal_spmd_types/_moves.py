@@ -1,4 +1,7 @@
-"""Moves of local tensors along one mesh axis, each with the move of its gradient.
+"""Differentiable moves of local tensors along one mesh axis.
+
+A move has two steps: the first moves the tensor, the second moves the tensor's gradient in backward.
+The ranks along the axis are a `Line`, and each of them calls `move` with its own tensor.
 
 May import: _in_flight, _line.
 """
@@ -39,18 +42,23 @@ _COLLECTIVES = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_
 
 @dataclass(frozen=True, slots=True)
 class TypeStep:
-    """One move, as data.
+    """One step of a move, as data.
+
+    A step changes the spmd type of a tensor along an axis, as an all-gather changes S(0) to R.
 
     Attributes:
         kind: `keep` returns the tensor; `keep_first` returns it on the first rank, and zeros on the
             others; `slice` returns this rank's shard; `pad` returns a whole tensor with the shard
             at its place and zeros elsewhere; the others are collectives.
         dim: the dim that is sharded or gathered; for `all_to_all` the dim that is split.
-        stacks: whether each rank has one entry of the dim, and its tensor does not have the dim.
-            `slice` and `reduce_scatter` then remove the dim, and `pad` and `all_gather` add it.
+        stacks: whether the global tensor stacks the ranks' tensors, as `torch.stack` does: `dim` has
+            one entry per rank, and the tensor of one rank does not have this dim. `slice` and
+            `reduce_scatter` then remove the dim, and `pad` and `all_gather` add it.
         concat_dim: for `all_to_all`, the dim along which blocks are joined.
-        sizes: sizes of the ranks' shards along `dim`; None for equal ones.
-        received: for `all_to_all` with sizes, the sizes of the received blocks.
+        sizes: sizes of the ranks' shards along `dim`; None for equal ones. For `all_to_all`, the
+            numbers of rows (dim 0) that this rank sends to each rank.
+        received: for `all_to_all` with sizes, the numbers of rows that this rank receives from each
+            rank.
         reduce_op: the reduction of `all_reduce`.
         in_place: whether `all_reduce` writes to its argument.
         in_flight: whether a collective may still be running when its result is returned.
@@ -69,13 +77,15 @@ class TypeStep:
 
 @dataclass(frozen=True, slots=True)
 class Dtypes:
-    """Dtypes of a move and of the move of its gradient; None leaves a dtype as it is.
+    """Dtypes of a move and of the move of its gradient.
 
     Attributes:
-        op: the dtype in which the move is done.
-        out: the dtype of its result.
-        backward_op: the dtype in which the gradient's move is done.
-        backward_out: the dtype of the gradient.
+        op: the dtype in which the move is done; None for the dtype of the tensor.
+        out: the dtype of its result; None for the dtype of the move.
+        backward_op: the dtype in which the gradient's move is done; None for the dtype of the
+            incoming gradient.
+        backward_out: the dtype of the gradient that backward returns; None for the dtype of the
+            tensor that was moved in forward.
     """
 
     op: torch.dtype | None = None
@@ -104,7 +114,7 @@ class _Collective(NamedTuple):
 
 
 class Move(torch.autograd.Function):
-    """A move along an axis whose gradient is moved by another step."""
+    """A move along an axis; the first of its two steps runs in forward, the second in backward."""
 
     @staticmethod
     def forward(
@@ -115,10 +125,13 @@ class Move(torch.autograd.Function):
         ctx.dtypes = dtypes
         ctx.dtype = x.dtype
         step, _ = steps
+        # `x` may itself be the result of a collective in flight: wait for it.
+        source = arrived(x)
         if step.in_place:
             ctx.mark_dirty(x)
-            return x.copy_(run_step(step, arrived(x), line))
-        source = arrived(x) if dtypes.op is None else arrived(x).to(dtypes.op)
+            return x.copy_(run_step(step, source, line))
+        if dtypes.op is not None:
+            source = source.to(dtypes.op)
         if step.in_flight and _communicates(step, source, line):
             return _start(step, source, line, dtypes.out)
         moved = run_step(step, source, line)
@@ -129,22 +142,25 @@ class Move(torch.autograd.Function):
         forward_step, back = ctx.steps
         forward_dtypes: Dtypes = ctx.dtypes
         dtypes = Dtypes(forward_dtypes.backward_op, forward_dtypes.backward_out or ctx.dtype)
-        # The gradient of the gradient is moved like the tensor, but never in place, and it has
-        # arrived before a leaf accumulates it.
-        forward_again = replace(forward_step, in_place=False, in_flight=False)
-        steps = (back, forward_again)
+        # The second-order gradient of this move is moved as `x` was in forward. It may be added to
+        # the `.grad` of a leaf, so it is neither written in place nor still in flight.
+        second_order = replace(forward_step, in_place=False, in_flight=False)
+        steps = (back, second_order)
         return apply(Move, grads[0], ctx.line, steps, dtypes), None, None, None
 
 
 def move(
     x: Tensor, line: Line, steps: tuple[TypeStep, TypeStep], dtypes: Dtypes | None = None
 ) -> Tensor:
-    """Run a differentiable move; the types of its operators are not checked.
+    """Run a differentiable move.
+
+    The checker of spmd types does not check the operators of the move. The caller checks the type
+    of `x`, and gives the result its type.
 
     Args:
         x: this rank's tensor.
         line: the ranks.
-        steps: the move, and the move of the gradient.
+        steps: the step of the tensor, and the step of the gradient.
         dtypes: the dtypes of both moves.
     """
     arguments = (x, line, steps, dtypes or UNCHANGED)
@@ -170,6 +186,7 @@ def run_step(step: TypeStep, x: Tensor, line: Line) -> Tensor:
         return _own_shard(step, x, line)
     if step.kind == "pad":
         return _pad(step, x, line)
+    # The other kinds are collectives. A single rank and tensors without memory send nothing.
     if not line.sends(x):
         return _run_alone(step, x, line)
     collective = _collective(step, x, line)
@@ -179,7 +196,7 @@ def run_step(step: TypeStep, x: Tensor, line: Line) -> Tensor:
 def _communicates(step: TypeStep, x: Tensor, line: Line) -> bool:
     """Return whether a step runs a collective that can be in flight.
 
-    A compiler orders collectives itself.
+    Under a compiler it cannot: the compiler places the waits of collectives by itself.
     """
     return step.kind in _COLLECTIVES and line.sends(x) and not is_compiling()
 
@@ -188,6 +205,7 @@ def _start(step: TypeStep, x: Tensor, line: Line, dtype: torch.dtype | None) -> 
     """Start a collective, and return its result in flight, in a dtype."""
     collective = _collective(step, x, line)
     pending: Pending[Tensor] = collective.start(async_op=True).then(collective.shaped)
+    # `InFlight` takes the dtype and the device of the result from this tensor.
     like = x
     if dtype is not None:
         pending = pending.then(lambda moved: moved.to(dtype))
@@ -201,18 +219,21 @@ def _shape_after(step: TypeStep, x: Tensor, line: Line) -> list[int]:
     if step.kind == "all_gather":
         if step.stacks:
             shape.insert(step.dim, line.size)
+        elif step.sizes is None:
+            shape[step.dim] *= line.size
         else:
-            shape[step.dim] = sum(step.sizes or (x.shape[step.dim],) * line.size)
+            shape[step.dim] = sum(step.sizes)
     elif step.kind == "reduce_scatter":
         if step.stacks:
             del shape[step.dim]
         else:
             shape[step.dim] = _sizes(step, x, line)[line.rank]
-    elif step.received is not None:
-        shape[0] = sum(step.received)
     elif step.kind == "all_to_all":
-        shape[step.dim] //= line.size
-        shape[step.concat_dim] *= line.size
+        if step.received is None:
+            shape[step.dim] //= line.size
+            shape[step.concat_dim] *= line.size
+        else:
+            shape[0] = sum(step.received)
     return shape
 
 
@@ -228,7 +249,9 @@ def _own_shard(step: TypeStep, x: Tensor, line: Line) -> Tensor:
 def _pad(step: TypeStep, x: Tensor, line: Line) -> Tensor:
     """Return a whole tensor of zeros with this rank's shard in its place."""
     source = x.unsqueeze(step.dim) if step.stacks else x
-    sizes = step.sizes or (source.shape[step.dim],) * line.size
+    sizes = step.sizes
+    if sizes is None:
+        sizes = (source.shape[step.dim],) * line.size
     shape = [*source.shape]
     shape[step.dim] = sum(sizes)
     padded = source.new_zeros(shape)
@@ -252,9 +275,9 @@ def _sizes(step: TypeStep, x: Tensor, line: Line) -> Sequence[int]:
 
 
 def _run_alone(step: TypeStep, x: Tensor, line: Line) -> Tensor:
-    """Return the result of a collective as if all ranks had this tensor.
+    """Return the result of a collective without sending anything.
 
-    It is used for tensors without memory, whose shapes are computed, and for a single rank.
+    For a single rank, the result is right. For tensors without memory, it has the right shape.
     """
     if step.kind == "all_reduce":
         return x.clone()
@@ -265,12 +288,16 @@ def _run_alone(step: TypeStep, x: Tensor, line: Line) -> Tensor:
             return torch.cat([x] * line.size, step.dim)
         shape = [*x.shape]
         shape[step.dim] = sum(step.sizes)
-        return x.expand(shape).clone() if line.size == 1 else x.new_empty(shape)
+        if line.size == 1:
+            # `expand` raises if the one size of `sizes` is not the size of `x`.
+            return x.expand(shape).clone()
+        return x.new_empty(shape)
     if step.kind == "reduce_scatter":
         return _own_shard(step, x, line)
     if step.received is not None:
         shape = [sum(step.received), *x.shape[1:]]
         return x.clone() if line.size == 1 else x.new_empty(shape)
+    # Equal blocks: (4, 6) over 2 ranks with dims 0 and 1 becomes (2, 12).
     _check_divides(x, step.dim, line.size)
     blocks = x.chunk(line.size, step.dim)
     return torch.cat(blocks, step.concat_dim)
@@ -305,6 +332,7 @@ def _collective(step: TypeStep, x: Tensor, line: Line) -> _Collective:
     assert step.kind == "all_to_all", f"no collective {step.kind}"
     if step.sizes is None or step.received is None:
         return _Collective(partial(all_to_all, x, comm, step.dim, step.concat_dim))
+    # Rows are exchanged as flat elements: with rows of shape (3, 2), 5 rows are 30 elements.
     row_shape = x.shape[1:]
     row_elements = prod(row_shape)
     shape = (sum(step.received), *row_shape)
