@@ -1,4 +1,9 @@
-"""Arguments of a script: sizes of axes such as `{tp}`, smaller integers, and the command that repeats a run."""
+"""Arguments of a script under certification.
+
+A script is certified on several meshes and, after a failure, with smaller sizes, so its arguments
+are changed from run to run: `{tp}` stands for the size of the axis tp, and integers are halved. The
+report has the command that repeats the smallest run that failed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +21,7 @@ def fill_axes(arguments: Sequence[str], axes: Mapping[str, int]) -> tuple[str, .
     """Replace names of axes in braces by the sizes of the axes; other braces stay.
 
     Args:
-        arguments: of a script.
+        arguments: the arguments of a script.
         axes: sizes by name.
 
     Example:
@@ -32,10 +37,12 @@ def fill_axes(arguments: Sequence[str], axes: Mapping[str, int]) -> tuple[str, .
 
 
 def fixed_axes(arguments: Sequence[str], axes: Mapping[str, int]) -> list[str]:
-    """Return the axes whose size no argument has.
+    """Return the axes whose names in braces no argument has.
+
+    Their sizes cannot be changed, because the script does not get them.
 
     Args:
-        arguments: of a script.
+        arguments: the arguments of a script.
         axes: sizes by name.
 
     Example:
@@ -47,10 +54,10 @@ def fixed_axes(arguments: Sequence[str], axes: Mapping[str, int]) -> list[str]:
 
 
 def halve_integers(arguments: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield the arguments with one integer halved, each with a text of the change.
+    """Yield the ways to halve one integer: a text of the change, and all arguments after it.
 
     Args:
-        arguments: of a script.
+        arguments: the arguments of a script.
 
     Example:
         >>> list(halve_integers(["--layers", "4", "--seed", "8", "--lr=0.5"]))
@@ -60,14 +67,15 @@ def halve_integers(arguments: Sequence[str]) -> Iterator[tuple[str, tuple[str, .
         found = _INTEGER.fullmatch(argument)
         if found is None:
             continue
+        # Both `--layers=8` and `--layers 8` are an integer with the name of an option.
         option = found["option"] or ""
         previous = arguments[position - 1] if position else ""
-        is_value = not option and previous.startswith("-")
-        name = previous if is_value else option
+        follows_option = not option and previous.startswith("-")
+        name = previous if follows_option else option
         if int(found["number"]) < 2 or any(word in name.lower() for word in _NOT_SIZES):
             continue
         halved = f"{option}{int(found['number']) // 2}"
-        change = f"{previous} {halved}" if is_value else halved
+        change = f"{previous} {halved}" if follows_option else halved
         yield change, (*arguments[:position], halved, *arguments[position + 1 :])
 
 
@@ -77,10 +85,11 @@ def certify_command(
     """Return the command that certifies a script on a mesh.
 
     Args:
-        script: its path.
-        mesh: axis sizes by name; the axis `ranks` alone is the number of ranks.
-        options: of the command.
-        arguments: of the script.
+        script: the path of the script.
+        mesh: axis sizes by name. A script that was certified on a number of ranks, without a mesh,
+            has the single axis `ranks`.
+        options: the options of the command.
+        arguments: the arguments of the script.
 
     Example:
         >>> certify_command("train.py", {"dp": 2, "tp": 1}, [], ["--layers", "2"])
@@ -94,7 +103,8 @@ def certify_command(
         axes = ["--mesh", ",".join(f"{name}={size}" for name, size in mesh.items())]
     words = ["python", "-m", "shoal_lab", "certify", script, *axes, *options]
     if arguments:
-        # The command could have an option of the same name.
+        # Without `--`, the command would read an argument of the script that is named like one of
+        # its own options, such as `--dtype`.
         words += ["--", *arguments]
     return shlex.join(words)
 

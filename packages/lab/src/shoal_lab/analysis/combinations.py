@@ -1,8 +1,14 @@
-"""`explain_copies`: the combination of values of one device that explains the values of all ranks.
+"""`explain_copies`: the computations that connect the values of ranks with the right values.
 
-A hypothesis is a computation, such as a sum over an axis, whose result must be equal to the values
-of every rank. Families of hypotheses are tried from simple to general. All fits of the first family
-with a fit are returned.
+The right values are those of a reference run, the same program on one device. A hypothesis is a
+computation that would make them equal to the values of every rank, such as a factor, or a sum of
+the ranks' values over an axis. Families of hypotheses are tried from simple to general. All fits of
+the first family with a fit are returned.
+
+The types are in `copies`. A `RankCopy` has the `values` of one rank, and as `index` the position of
+each of its elements in the flattened tensor of the reference run. `Expected` has this tensor at the
+step under analysis (`now`) and at earlier steps. `Setting` has the mesh (`grid`) and the allowed
+differences: `tolerance` is relative, `floor` is absolute.
 """
 
 from __future__ import annotations
@@ -27,7 +33,7 @@ from .copies import (
     sum_over,
 )
 from .explanations import FittingExplanation
-from .factors import name_factor
+from .factors import ON_ALL_RANKS, name_factor
 from .find_index import find_index, match_rows
 from .rank_weights import scale_ranks, weigh_ranks
 
@@ -40,9 +46,9 @@ def explain_copies(
     """Explain copies of which at least one is wrong.
 
     Args:
-        copies: the copies of one logical tensor, with their places in it.
-        expected: the values of one device.
-        setting: grid and tolerances.
+        copies: the values of one logical tensor on the ranks.
+        expected: the values of the tensor in the reference run.
+        setting: the mesh and the allowed differences.
         quantity: the kind of tensor, such as "gradient" or "parameter".
 
     Returns:
@@ -77,16 +83,17 @@ def _not_finite(
     ranks = [copy.rank for copy in copies if not copy.values.isfinite().all()]
     if not ranks or not expected.now.isfinite().all():
         return []
-    where = describe_ranks(ranks, [copy.rank for copy in copies], setting)
-    return [FittingExplanation("missing", where[0], f"nan or infinite {where[1]}")]
+    axes, where = describe_ranks(ranks, [copy.rank for copy in copies], setting)
+    # of the kind "missing", because there is no number to compare
+    return [FittingExplanation("missing", axes, f"nan or infinite {where}")]
 
 
 def _tied_copies(
     copies: Sequence[RankCopy], expected: Expected, setting: Setting, quantity: str
 ) -> list[FittingExplanation]:
-    """Sum several parameters of one rank that are one parameter on one device."""
+    """Add up the parameters of each rank that are one tied parameter in the reference run."""
     names = sorted({copy.name for copy in copies})
-    # by rank and position of the first element
+    # by rank and position of the first element, or -1 for an empty shard
     by_place = dict[tuple[int, int], list[RankCopy]]()
     for copy in copies:
         first = int(copy.index.flatten()[0]) if copy.index.numel() else -1
@@ -126,10 +133,10 @@ def _same_factor(
 ) -> list[FittingExplanation]:
     """Find one factor for all ranks."""
     factor = best_factor(copies, expected.now, setting)
-    if factor is None or not factor:
+    if not factor:
         return []
     explanations = name_factor(factor, setting, quantity)
-    # one or two elements are easily a multiple of others by chance
+    # By chance, one or two elements are easily a multiple of the expected elements.
     is_vague = expected.now.numel() < 3 and explanations[0].kind == "scaled"
     return [] if is_vague else explanations
 
@@ -137,13 +144,17 @@ def _same_factor(
 def _sums_over_axes(
     copies: Sequence[RankCopy], expected: Expected, setting: Setting, quantity: str
 ) -> list[FittingExplanation]:
-    """Sum the values of ranks along axes, and find sums that are right up to a known factor."""
+    """Sum the values of ranks along axes, and find sums that are right.
+
+    A sum that is right but for a factor fits too, if `name_factor` has a cause for the factor.
+    """
     if quantity not in ("gradient", "output", "returned value"):
         return []
     if are_multiples(copies, expected.now, setting):
         # sums of multiples of one value are multiples too, so any sum would fit
         return []
     found = list[FittingExplanation]()
+    # Small sets of axes come first. After a fit, larger sets are not tried.
     fewest = len(setting.grid.names)
     for axes in setting.grid.subsets():
         if len(axes) > fewest:
@@ -152,7 +163,7 @@ def _sums_over_axes(
         if summed is None:
             continue
         factor = best_factor(summed, expected.now, setting)
-        if factor is None or not factor:
+        if not factor:
             continue
         texts = _describe_sum(axes, factor, setting, quantity)
         if texts:
@@ -164,13 +175,17 @@ def _sums_over_axes(
 def _describe_sum(
     axes: tuple[str, ...], factor: float, setting: Setting, quantity: str
 ) -> list[FittingExplanation]:
-    """Describe a sum over axes that is `factor` times the value of one device."""
+    """Describe a sum over axes that is `factor` times the expected value.
+
+    The list is empty if the factor has no cause.
+    """
     over = ", ".join(axes)
     slack = max(1e-6, 10 * setting.tolerance)
     count = setting.grid.size_of(axes)
     if isclose(factor, 1, rel_tol=slack):
         return [FittingExplanation("missing reduction", axes, missing_all_reduce(axes))]
     if isclose(factor, count, rel_tol=slack):
+        # The sum divided by the number of ranks is right: the ranks should have averaged.
         return [FittingExplanation("missing reduction", axes, missing_all_reduce(axes, "mean"))]
     found = list[FittingExplanation]()
     for number, operation in ((factor, "sum"), (factor / count, "mean")):
@@ -179,6 +194,7 @@ def _describe_sum(
                 continue
             text = f"missing all-reduce over {over}; after a {operation} it is {explanation.text}"
             found.append(FittingExplanation("missing reduction", axes, text))
+    # One text for each set of axes is enough: a cause after a sum, or else after a mean.
     return found[:1]
 
 
@@ -188,7 +204,8 @@ def _stale(
     """Compare with values of earlier steps, and with sums of the values of the last two steps."""
     for age, earlier in enumerate(reversed(expected.earlier), 1):
         if is_right(copies, earlier, setting):
-            text = f"stale: the {quantity} equals the value of {age} step{'s' * (age > 1)} before"
+            steps = "1 step" if age == 1 else f"{age} steps"
+            text = f"stale: the {quantity} equals the value of {steps} before"
             return [FittingExplanation("stale", (), text)]
     if expected.stale is not None and is_right(copies, expected.stale, setting):
         text = (
@@ -198,6 +215,7 @@ def _stale(
         return [FittingExplanation("stale", (), text)]
     if not expected.earlier:
         return []
+    # the factors of the two values in a sum that gives the values of all ranks; None if none does
     coefficients = fit(copies, [expected.now, expected.earlier[-1]], setting)
     if coefficients is None or isclose(coefficients[1], 0, abs_tol=1e-9):
         return []
@@ -207,6 +225,7 @@ def _stale(
             f"not zeroed: the sum of this step's {quantity} and the {quantity} of the step before"
         )
         return [FittingExplanation("not zeroed", (), text)]
+    # Any other part of the value before also means that it was kept, and perhaps scaled.
     text = (
         f"{now:.4g} times this step's {quantity} plus {before:.4g} times the value of the step "
         "before"
@@ -225,8 +244,8 @@ def _microbatches(
         return []
     weights = ", ".join(f"{coefficient:.4g}" for coefficient in coefficients)
     distances = [min(abs(value), abs(value - 1)) for value in coefficients]
-    # all weights are 0 or 1
-    if max(distances) < 1e-6:
+    are_zero_or_one = max(distances) < 1e-6
+    if are_zero_or_one:
         kept = [str(number) for number, value in enumerate(coefficients) if value > 0.5]
         text = (
             f"only the gradients of microbatch {', '.join(kept)} are counted: the weights are "
@@ -240,7 +259,12 @@ def _microbatches(
 
 
 def _axes_of_weights(weights: Sequence[float], setting: Setting) -> tuple[str, ...]:
-    """Return the axes whose size is the ratio of each weight to the next; () unless one set fits."""
+    """Return the axes over which gradients were reduced again with each microbatch; () if unclear.
+
+    Example: if gradients of earlier microbatches are in the buffer that is summed over dp=2 after
+    each microbatch, three microbatches have the weights 4, 2, 1. The ratio of neighbors is the size
+    of dp. If the sizes of several sets of axes fit, none of them is returned.
+    """
     ratios = [before / after for before, after in pairwise(weights) if after]
     fitting = list[tuple[str, ...]]()
     for axes in setting.grid.subsets():
@@ -255,24 +279,33 @@ def _wrong_shard(
 ) -> list[FittingExplanation]:
     """Compare each rank with the shards of the other ranks."""
     # rank with a wrong value -> rank whose shard it has
-    taken = dict[int, int]()
+    owner_of_shard = dict[int, int]()
     for copy in copies:
         if setting.is_close(copy.values, copy.part_of(expected.now)):
             continue
-        for other in copies:
-            is_other_shard = other.values.shape == copy.values.shape
-            if is_other_shard and setting.is_close(copy.values, other.part_of(expected.now)):
-                taken[copy.rank] = other.rank
-                break
-        else:
+        owner = _owner_of(copy, copies, expected.now, setting)
+        if owner is None:
             return []
-    if not taken:
+        owner_of_shard[copy.rank] = owner
+    if not owner_of_shard:
         return []
-    axes = _axes_between(list(taken.items()), setting)
-    texts = [f"rank {rank} has the value of rank {other}" for rank, other in taken.items()]
+    pairs_of_ranks = list(owner_of_shard.items())
+    axes = _axes_between(pairs_of_ranks, setting)
+    texts = [f"rank {rank} has the value of rank {other}" for rank, other in pairs_of_ranks]
     pairs = ", ".join(texts)
     over = f" over {', '.join(axes)}" if axes else ""
     return [FittingExplanation("wrong shard", axes, f"shards in another order{over}: {pairs}")]
+
+
+def _owner_of(
+    copy: RankCopy, copies: Sequence[RankCopy], whole: Tensor, setting: Setting
+) -> int | None:
+    """Return the first rank whose shard of the whole tensor has the values of a copy, or None."""
+    for other in copies:
+        fits = other.values.shape == copy.values.shape
+        if fits and setting.is_close(copy.values, other.part_of(whole)):
+            return other.rank
+    return None
 
 
 def _axes_between(pairs: Sequence[tuple[int, int]], setting: Setting) -> tuple[str, ...]:
@@ -307,14 +340,16 @@ def _permuted(
             dims.add(dim)
     if not wrong:
         return []
+    # of all ranks, because a wrong rank alone does not show along which axes shards differ
     axes = sharded_axes(copies, setting)
+    # Along several dims, or with elements of other shards, no single dim is permuted.
     where = f"dim {dims.pop()}" if len(dims) == 1 else "the whole tensor"
     order = "in a different order than on one device"
     return [FittingExplanation("permuted", axes, f"permuted: the slices of {where} are {order}")]
 
 
 def _permuted_dim(values: Tensor, part: Tensor, slack: float) -> int | None:
-    """Return the dim along which the values are a permutation of the part; None if there is none."""
+    """Return the dim along which `values` is a permutation of `part`; None if there is none."""
     for dim in range(values.ndim):
         rows = match_rows(values.movedim(dim, 0), part.movedim(dim, 0), slack)
         if rows is not None:
@@ -344,20 +379,22 @@ def _some_ranks(
     for copy in copies:
         if not setting.is_close(copy.values, copy.part_of(expected.now)):
             wrong.append(copy)
-    ranks = [copy.rank for copy in wrong]
-    axes, where = describe_ranks(ranks, [copy.rank for copy in copies], setting)
     if len(wrong) == len(copies):
         return []
+    wrong_ranks = [copy.rank for copy in wrong]
+    axes, where = describe_ranks(wrong_ranks, [copy.rank for copy in copies], setting)
     if _zero_everywhere(wrong, expected, setting, quantity):
         over = f", or missing all-reduce over {axes[0]}" if axes else ""
         text = f"the {quantity} is zero {where}: it was never computed there{over}"
         return [FittingExplanation("zero", axes, text)]
     for family in (_same_factor, _stale, _microbatches):
-        for explanation in family(wrong, expected, setting, quantity):
-            text = explanation.text.replace(" on all ranks", "").replace(", alike", "")
-            return [
-                FittingExplanation(explanation.kind, axes or explanation.axes, f"{text} {where}")
-            ]
+        explanations = family(wrong, expected, setting, quantity)
+        if explanations:
+            first = explanations[0]
+            text = f"{first.text.removesuffix(ON_ALL_RANKS)} {where}"
+            return [FittingExplanation(first.kind, axes or first.axes, text)]
+    # Parameters are replicated by sending the values of one rank to the others. Values of another
+    # kind are computed by each rank, so they may differ for many reasons.
     if quantity != "parameter":
         return []
     text = f"differs {where}, which did not get the values of the other ranks"
@@ -388,6 +425,7 @@ def _some_rows(
     whole = expected.now
     if whole.ndim < 1 or whole.shape[0] < 4:
         return []
+    # The squared difference of each element, added over the ranks that have the element.
     squares = torch.zeros(whole.numel(), dtype=torch.float64)
     for copy in copies:
         difference = (copy.values - copy.part_of(whole)).square().flatten()

@@ -15,6 +15,9 @@ from shoal_mesh.internal import times_too, too_large, too_small
 from .copies import Setting
 from .explanations import FittingExplanation
 
+# The end of the text about a factor that has no cause and is the same on all ranks.
+ON_ALL_RANKS = ", on all ranks alike"
+
 
 class _Cause(NamedTuple):
     """A number by which a value may be multiplied or divided, and its source.
@@ -55,7 +58,7 @@ def name_factor(factor: float, setting: Setting, quantity: str) -> list[FittingE
     exchanged = _exchanged_divisors(size, setting, slack)
     if exchanged:
         return exchanged
-    return [FittingExplanation("scaled", (), f"scaled by {factor:.6g}, on all ranks alike")]
+    return [FittingExplanation("scaled", (), f"scaled by {factor:.6g}{ON_ALL_RANKS}")]
 
 
 def _count_sources(cause: _Cause) -> int:

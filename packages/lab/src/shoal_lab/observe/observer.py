@@ -167,7 +167,8 @@ class ProgramObserver:
         """
         self._roots.add(module)
         # Forwards without gradients, and modules without a parameter (losses), begin no step.
-        if not torch.is_grad_enabled() or not any(True for _ in module.parameters()):
+        has_parameters = next(module.parameters(), None) is not None
+        if not torch.is_grad_enabled() or not has_parameters:
             return
         if self._has_stepped:
             self._close_step()

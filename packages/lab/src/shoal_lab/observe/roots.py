@@ -77,7 +77,8 @@ class Roots:
             module: a module whose forward begins while no other module's forward is running.
         """
         is_known = self._known.get(id(module)) is module
-        if is_known or not any(True for _ in module.parameters()):
+        has_parameters = next(module.parameters(), None) is not None
+        if is_known or not has_parameters:
             return
         root = outermost(module)
         inner = {id(part) for part in root.modules()}
