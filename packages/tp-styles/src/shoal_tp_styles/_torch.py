@@ -40,34 +40,41 @@ def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if casts else None
 
 
-def hook_end_of_forward(module: Any, hook: Callable[[Any, Any, Any], None] | None) -> None:
-    """Register a hook that is called when a forward ends; None removes it.
+# The key of shoal's hooks in torch's tables of hooks is the same for all modules. Torch's own keys
+# are numbers that differ between modules, and compiled blocks of equal structure would not share a
+# graph.
+_HOOK_KEY = "shoal"
+
+
+def hook_end_of_forward(module: Any, hook: Callable[[Any, Any, Any], None]) -> None:
+    """Register a hook that is called when a forward ends, instead of the earlier one.
 
     The hook also runs after an error, with None for the output.
-
-    Its key in torch's tables of hooks is the same for all modules. Torch's own keys are numbers
-    that differ between modules, and compiled blocks of equal structure would not share a graph.
     """
-    for table, value in (
-        (module._forward_hooks, hook),
-        (module._forward_hooks_always_called, True),
-    ):
-        table.pop("shoal", None)
-        if hook is not None:
-            table["shoal"] = value
+    unhook_end_of_forward(module)
+    module._forward_hooks[_HOOK_KEY] = hook
+    module._forward_hooks_always_called[_HOOK_KEY] = True
+
+
+def unhook_end_of_forward(module: Any) -> None:
+    """Remove the hook of `hook_end_of_forward`, if there is one."""
+    module._forward_hooks.pop(_HOOK_KEY, None)
+    module._forward_hooks_always_called.pop(_HOOK_KEY, None)
 
 
 def hook_start_of_forward(
-    module: Any, hook: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None] | None
+    module: Any, hook: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None]
 ) -> None:
-    """Register a hook that is called before a forward with its arguments; None removes it.
+    """Register a hook that is called before a forward with its arguments, instead of the earlier.
 
-    The key in torch's tables of hooks is the same for all modules, as for the end of a forward.
+    A `module` has at most one such hook.
     """
-    for table, value in (
-        (module._forward_pre_hooks, hook),
-        (module._forward_pre_hooks_with_kwargs, True),
-    ):
-        table.pop("shoal", None)
-        if hook is not None:
-            table["shoal"] = value
+    unhook_start_of_forward(module)
+    module._forward_pre_hooks[_HOOK_KEY] = hook
+    module._forward_pre_hooks_with_kwargs[_HOOK_KEY] = True
+
+
+def unhook_start_of_forward(module: Any) -> None:
+    """Remove the hook of `hook_start_of_forward`, if there is one."""
+    module._forward_pre_hooks.pop(_HOOK_KEY, None)
+    module._forward_pre_hooks_with_kwargs.pop(_HOOK_KEY, None)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shoal_dtensor.internal import check_materialized, pytree
 from shoal_mesh.internal import is_traced
 
-from .._torch import hook_start_of_forward
+from .._torch import hook_start_of_forward, unhook_start_of_forward
 
 
 def await_values(module: nn.Module) -> None:
@@ -38,7 +38,7 @@ def _check_values(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
     if any(tensor.device.type != "meta" for tensor in inputs):
         check_materialized("parallelize_module", names)
     if not names:
-        hook_start_of_forward(module, None)
+        unhook_start_of_forward(module)
 
 
 def _on_meta(module: nn.Module) -> list[str]:

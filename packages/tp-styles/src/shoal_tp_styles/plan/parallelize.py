@@ -24,7 +24,7 @@ from shoal_dtensor.internal import (
 )
 from shoal_mesh import DeviceMesh, current_mesh
 
-from .._torch import hook_end_of_forward, hook_start_of_forward
+from .._torch import hook_end_of_forward, unhook_end_of_forward, unhook_start_of_forward
 from ..apply.apply import plain_module
 from ..errors import UnmatchedPlanWarning
 from ..lowering.lowered import lowered_of
@@ -32,13 +32,16 @@ from .explain_errors import explain_local_shards
 from .materialized import await_values
 from .resolve import AutoPlan, Plan, resolve
 
-# For each class of torch the attribute that forbids its fused kernel if it is false. Only the
-# choice of the kernel reads the attribute.
+# For each class of torch the attribute that forbids its fused kernel if it is false. Setting the
+# attribute has no other effect.
 _ALLOWS_FUSED_KERNEL = {
     nn.TransformerEncoderLayer: "activation_relu_or_gelu",
     nn.TransformerEncoder: "use_nested_tensor",
 }
 _WAS_FUSED = "_shoal_was_fused"
+# The `stacklevel` of warnings that shows the caller of a public function. 1 is the function itself,
+# and 2 is the wrapper of `check_types`.
+_CALLER = 3
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -61,8 +64,8 @@ def parallelize_module(
             the styles name theirs: `ColwiseParallel().on("tp")`.
         parallelize_plan: one style for the module itself, or styles by module path, with wildcards
             and `""` for the module itself. A style may be given by its Hugging Face name.
-        src_data_rank: rank along the axis whose parameters are broadcast; None keeps every rank's
-            shard of its own values, without communication.
+        src_data_rank: rank along the axis whose parameters are broadcast. With None, nothing is
+            sent: every rank takes its shard from the values that it has itself.
         on_unmatched: whether a path that matches no module warns or raises.
         lower: run known module types as local computation with explicit collectives; False runs
             everything through DTensor dispatch (slower; needed for second derivatives).
@@ -73,8 +76,9 @@ def parallelize_module(
     Raises:
         LayoutError: if there is no mesh, or it has several axes and a style names none.
         PlanError: if a path matches nothing (`on_unmatched="error"`), two styles shard one module,
-            or a module already has the style: `unparallelize_module` comes first. Or the plan is
-            automatic and not proven for the mesh. Nothing has been changed then.
+            or a module already has the style: `unparallelize_module` comes first. Also if
+            `auto_plan` made the plan and has not tried it on a mesh of this shape
+            (`AutoPlan.proven_for`). Nothing has been changed then.
         TiedWeightError: if the styles of modules that share a parameter have different placements,
             or one module has no style.
         TypeError: if the plan is neither a style nor a mapping of styles, or `module` is not a
@@ -95,23 +99,30 @@ def parallelize_module(
         warnings.warn(
             "parallelize_module: no plan was passed, so the module is unchanged",
             UnmatchedPlanWarning,
-            stacklevel=3,
+            stacklevel=_CALLER,
         )
         return module
     resolved = resolve(module, parallelize_plan)
     for problem in resolved.unmatched:
         if on_unmatched == "error":
             raise PlanError(problem)
-        warnings.warn(problem, UnmatchedPlanWarning, stacklevel=3)
+        warnings.warn(problem, UnmatchedPlanWarning, stacklevel=_CALLER)
+    # The forwards that make random numbers (dropout) equal to those of one device are wrapped
+    # around the forwards of styles, so they are removed first and made again last.
     unwatch_draws(module)
     resolved.apply(mesh, src_data_rank=src_data_rank, lower=lower)
+    # Under `invariant_arithmetic`, modules without a style get forwards with equal bits too.
     complete_forwards(mesh, module)
     watch_draws(module)
+    # `save_pretrained` of transformers would write this rank's shards.
     refuse_save_pretrained(module)
     _forbid_fused_kernels(module)
+    # A lowered module may return a plain tensor that is only this rank's shard. The module that
+    # calls it may then fail with an error that does not mention shards.
     children = (child for child in module.modules() if child is not module)
     if any(lowered_of(child) for child in children):
         hook_end_of_forward(module, explain_local_shards)
+    # Parameters on the meta device get their values later, at the latest before the first forward.
     await_values(module)
     return module
 
@@ -127,6 +138,7 @@ def _mesh_of_plan(device_mesh: DeviceMesh | None, plan: Plan | None) -> DeviceMe
     check_device_mesh("parallelize_module", mesh)
     if not isinstance(plan, AutoPlan):
         return mesh
+    # `whole` has the reasons why parameters are not sharded.
     if not plan and plan.whole:
         raise PlanError(
             f"this automatic plan does not have entries: {plan.why_empty}. Pass another plan, "
@@ -176,7 +188,7 @@ def unparallelize_module(module: nn.Module) -> nn.Module:
         module: the module, changed in place. A module that is not parallel stays as it is.
 
     Returns:
-        `module`, or the plain module that it became.
+        `module`.
 
     Example:
         >>> from shoal_mesh import init_device_mesh
@@ -186,14 +198,17 @@ def unparallelize_module(module: nn.Module) -> nn.Module:
         ...     type(unparallelize_module(linear).weight)
         <class 'torch.nn.parameter.Parameter'>
     """
+    # Data parallelism (`fully_shard`, `replicate`) owns its modules' parameters. It releases them
+    # for the block, so that they are sharded by the styles only, and shards them again at the end.
     with whole_parameters(releasable_owners(module)):
-        plain = plain_module(module)
-    still_sharded = any(isinstance(param, DTensor) for param in plain.parameters())
-    refuse_save_pretrained(plain, still_sharded)
-    _forbid_fused_kernels(plain)
-    for owner in plain.modules():
-        hook_end_of_forward(owner, None)
-        hook_start_of_forward(owner, None)
-    # the module may still be data-parallel, so its random numbers may still be sharded
-    watch_draws(plain)
-    return plain
+        plain_module(module)
+    still_sharded = any(isinstance(param, DTensor) for param in module.parameters())
+    refuse_save_pretrained(module, still_sharded)
+    _forbid_fused_kernels(module)
+    for child in module.modules():
+        unhook_end_of_forward(child)
+        unhook_start_of_forward(child)
+    # `plain_module` has removed the forwards that shard random numbers over axes of styles. Under
+    # data parallelism the samples are still sharded over other axes, so random numbers are too.
+    watch_draws(module)
+    return module

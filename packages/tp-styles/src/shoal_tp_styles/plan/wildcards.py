@@ -19,11 +19,14 @@ class Match(NamedTuple):
     Attributes:
         paths: the matching module paths, in the order of the module tree.
         token: the first token that nothing matched; None if the pattern matched.
-        reached: the deepest module path at which `token` found no child.
+        position: the position of `token` among the tokens of the pattern.
+        reached: a module path that the tokens before `token` name, and that has no child of this
+            name; the last one if there are several.
     """
 
     paths: tuple[str, ...]
     token: str | None = None
+    position: int = 0
     reached: str = ""
 
     @property
@@ -55,17 +58,22 @@ class Tree:
         """Return every path that a pattern names, or where it stopped matching."""
         # paths that the tokens so far name
         paths = [""]
-        for token in filter(None, pattern.split(".")):
+        for position, token in enumerate(pattern.split(".")):
+            if not token:
+                continue
+            # an ordered set: `**.**` reaches a path in several ways
             found: dict[str, None] = {}
             for path in paths:
                 found.update(dict.fromkeys(self._step_down(path, token)))
             if not found:
-                return Match((), token, paths[-1])
+                return Match((), token, position, reached=paths[-1])
             paths = list(found)
         return Match(tuple(paths))
 
     def similar_to(self, pattern: str) -> list[str]:
-        """Return patterns that match, similar to one that matches nothing; the most similar first.
+        """Return patterns that match a module and resemble `pattern`, the most similar first.
+
+        The list is empty if `pattern` itself matches a module.
 
         Example:
             >>> tree = Tree(["", "model", "model.layers", "model.layers.0", "model.layers.0.wq"])
@@ -79,17 +87,16 @@ class Tree:
             return []
         tokens = pattern.split(".")
         candidates = self._with_other_token(tokens, match)
-        # the pattern lacks a prefix, or has one too many
+        # the pattern lacks a prefix: `layers.0` instead of `model.layers.0`
         candidates += [path for path in self._children if path.endswith(f".{pattern}")]
+        # the pattern has a prefix that it should not have: `model.layers.0` instead of `layers.0`
         candidates += [".".join(tokens[count:]) for count in range(1, len(tokens))]
         return [candidate for candidate in candidates if self.match(candidate).paths]
 
     def _with_other_token(self, tokens: list[str], match: Match) -> list[str]:
         """Return the tokens as patterns in which a similar child replaces the unmatched token."""
         assert match.token is not None, "the pattern does not match any module"
-        position = 0
-        while self.match(".".join(tokens[: position + 1])).paths:
-            position += 1
+        position = match.position
         children = [_last_token(child) for child in self._children[match.reached]]
         before = tokens[:position]
         after = tokens[position + 1 :]
@@ -97,7 +104,7 @@ class Tree:
         return [".".join([*before, child, *after]) for child in similar]
 
     def _step_down(self, path: str, token: str) -> Iterator[str]:
-        """Yield the paths that a path followed by one token names."""
+        """Yield the modules below `path` that `token` names; `**` names `path` and all below."""
         if token == "**":
             yield from self._with_descendants(path)
             return
