@@ -1,8 +1,12 @@
-"""Assignments of copies between views, composed over the tensors that a loader makes in between.
+"""Assignments of copies that a loader makes in several steps, with tensors of its own in between.
 
-Example: a loader clones a stack of 128 experts, and copies each expert from the clone to a parameter
-of its own. The clone is defined once, by an assignment from the stack, and each copy is composed
-with this assignment. A replay on labels would label all 128 experts for each copy.
+An assignment states which region of a target gets the values of which region of a source. Example:
+a loader clones a stack of 128 experts, and copies each expert from the clone to a parameter of its
+own. The clone is defined once, by an assignment from the stack, and each copy is composed with this
+assignment.
+
+The alternative is a replay on labels (`replay`): the operators of the loader run on tensors that
+have the positions of elements as values. It would label all 128 experts for each of 128 copies.
 """
 
 from __future__ import annotations
@@ -57,7 +61,11 @@ class TargetView(NamedTuple):
 
 
 class Definitions:
-    """The assignments that define memories which operators have filled by copying.
+    """The assignments that define the memories of a loader, from tensors of the checkpoint.
+
+    A memory has a definition if one operator has filled it by copying. The operator may have read a
+    memory that has a definition too, so `copy` and `_definition_of` call each other. The recursion
+    ends at tensors of the checkpoint.
 
     Args:
         tape: the record of a loader.
@@ -77,38 +85,42 @@ class Definitions:
             source: the view that is read; `copy_` broadcasts it.
         """
         memory = source.memory
+        # The view reads the bytes of the memory as another dtype (`view(dtype)`).
         if source.dtype != memory.dtype:
             return None
         origin = self._sources.get(memory)
         if origin is not None:
-            shape = tuple(origin.tensor.shape)
-            part = None if memory.writers else _assign(place, origin.name, shape, source)
-            return None if part is None else Copies((part,), frozenset())
-        earlier = self._definition_of(memory)
-        if earlier is None:
+            return _copy_of_checkpoint(place, origin, source)
+        definition = self._definition_of(memory)
+        if definition is None:
             return None
-        part = _assign(place, _name_of(memory), self._output_of(memory).size, source)
-        if part is None:
+        last_step = _assign(place, _name_of(memory), self._output_of(memory).size, source)
+        if last_step is None:
             return None
-        composed = [part.after(one) for one in earlier.parts]
-        parts = tuple(one for one in composed if one is not None)
-        if sum(count_elements(one.region) for one in parts) != prod(place.view.size):
+        # from the checkpoint to the memory, and then from the memory to the place
+        composed = [last_step.after(first_step) for first_step in definition.parts]
+        parts = tuple(part for part in composed if part is not None)
+        # The parts must write each element of the place, and only once.
+        if sum(count_elements(part.region) for part in parts) != prod(place.view.size):
             return None
-        return Copies(parts, earlier.dtypes | {memory.dtype})
+        return Copies(parts, definition.dtypes | {memory.dtype})
 
     def _definition_of(self, memory: Memory) -> Copies | None:
-        """Return the assignments that define a memory; None if it is not the copy of one operator."""
+        """Return the assignments that define a memory; None if no single operator has copied it."""
         if memory not in self._found:
             self._found[memory] = self._define(memory)
         return self._found[memory]
 
     def _define(self, memory: Memory) -> Copies | None:
+        """Return the assignments of the operator that has filled a memory, as `_definition_of`."""
+        # A memory with a position had values before any operator of the loader wrote to it.
         if len(memory.writers) != 1 or memory.first_position is not None:
             return None
         operation = self._tape.operations[memory.writers[0]]
         if len(operation.outputs) != 1 or operation.outputs[0] is None:
             return None
         output = operation.outputs[0]
+        # The operator must have filled all of the memory, so that an offset is an element's index.
         if not is_contiguous(output) or prod(output.size) != memory.size:
             return None
         parts: list[Assignment] = []
@@ -144,10 +156,23 @@ def _name_of(memory: Memory) -> str:
     return f"memory {memory.number}"
 
 
+def _copy_of_checkpoint(place: TargetView, origin: Source, source: MemoryView) -> Copies | None:
+    """Return the assignment of a copy from a tensor of the checkpoint; None if it was changed."""
+    if source.memory.writers:
+        return None
+    part = _assign(place, origin.name, tuple(origin.tensor.shape), source)
+    if part is None:
+        return None
+    return Copies((part,), frozenset())
+
+
 def _assign(
     place: TargetView, name: str, shape: tuple[int, ...], source: MemoryView
 ) -> Assignment | None:
-    """Return the assignment of one copy; None if a dim of a view walks along two dims."""
+    """Return the assignment of one copy, or None if assignments cannot express it.
+
+    They cannot if one dim of a view goes along two dims of its tensor, as in `x.diagonal()`.
+    """
     view = place.view
     try:
         to = Strided(place.shape, view.offset, view.size, view.stride)
@@ -158,15 +183,16 @@ def _assign(
 
 
 def _broadcast_strides(source: MemoryView, size: tuple[int, ...]) -> list[int]:
-    """Return the strides of a tensor that `copy_` broadcasts to a size."""
+    """Return the strides of a tensor that `copy_` broadcasts to a size.
+
+    Example: (4, 1) with the strides (1, 1), broadcast to (2, 4, 3), has the strides (0, 1, 0).
+    """
     missing = len(size) - len(source.size)
-    lengths = (*([1] * missing), *source.size)
     strides = [0] * missing
-    strides += source.stride
-    return [
-        stride if length == wanted else 0
-        for stride, length, wanted in zip(strides, lengths, size, strict=True)
-    ]
+    for length, stride, wanted in zip(source.size, source.stride, size[missing:], strict=True):
+        is_broadcast = length != wanted
+        strides.append(0 if is_broadcast else stride)
+    return strides
 
 
 # --- operators that copy --------------------------------------------------------------------------
@@ -181,7 +207,8 @@ def _blocks_of(
         return [(output, operation.args[0])]
     if kind not in ("aten::cat", "aten::stack"):
         return None
-    dim = _dim_of(operation) % max(len(output.size), 1)
+    # A negative dim counts from the end. Outputs of `cat` and `stack` have at least one dim.
+    dim = _dim_of(operation) % len(output.size)
     tensors: list[MemoryView] = operation.args[0]
     if kind == "aten::stack":
         return [*_stacked(output, tensors, dim)]
@@ -199,7 +226,7 @@ def _concatenated(
 ) -> Iterator[tuple[MemoryView, MemoryView]]:
     first = 0
     for tensor in tensors:
-        # `torch.cat` accepts empty tensors of one dim among tensors of any dims
+        # An empty tensor adds nothing, and may be of shape (0,) among tensors of more dims.
         if not prod(tensor.size):
             continue
         offset = output.offset + first * output.stride[dim]

@@ -275,7 +275,10 @@ def _computes(name: str, reason: str, pattern: str | None = None) -> str:
 def pattern_of(name: str, patterns: Iterable[str]) -> str | None:
     """Return the first pattern that fits a parameter's name without its rank, None if none does."""
     plain, _, _ = name.rpartition("@")
-    return next((one for one in patterns if fnmatchcase(plain, one)), None)
+    for pattern in patterns:
+        if fnmatchcase(plain, pattern):
+            return pattern
+    return None
 
 
 def _refuse_gaps(name: str, parts: Iterable[Assignment], keep: Collection[str]) -> None:

@@ -161,7 +161,7 @@ class _Target:
         """Check that the values are rounded at most once on their way.
 
         Raises:
-            ComputedError: they are rounded twice.
+            ComputedError: the values are rounded twice.
         """
         for name in {part.source for part in parts if part.source is not None}:
             _check_casts(self.checkpoint.by_name[name], self.operand.dtype, intermediates)

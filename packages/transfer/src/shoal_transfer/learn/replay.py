@@ -242,7 +242,7 @@ class _Replay:
         """Check that an operation wrote elements of its inputs, or constants.
 
         Raises:
-            ComputedError: it wrote other values, or integers or bools that depend on the values of
+            ComputedError: the operation wrote other values, or integers or bools that depend on the values of
                 floating point inputs, such as the indices of elements that are not 0.
         """
         name = operator_name(operation.operator)
