@@ -116,7 +116,7 @@ def shard_parameter(
         ArgumentTypeError: ``module`` is not a module, ``param_name`` not a string, or the group not
             a process group.
         MissingParameterError: The module has no such attribute.
-        ParameterError: It is not a tensor, is sharded already, or is not contiguous.
+        ParameterError: The attribute is not a tensor, is sharded already, or is not contiguous.
         ArgumentTypeError: The spec is not a ShardingSpec.
         ProcessGroupError: ``src_rank`` is not a rank of the group.
         RankMismatchError: Ranks passed a different source, spec, size or dtype; it names both

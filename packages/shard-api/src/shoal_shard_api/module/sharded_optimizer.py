@@ -170,7 +170,8 @@ class ShardedOptimizer(optim.Optimizer):
                 options.
 
         Raises:
-            ArgumentTypeError: It is not a dict with "params", or these are not names and tensors.
+            ArgumentTypeError: ``param_group`` is not a dict with "params", or "params" are not names
+                and tensors.
             ParameterError: A name is in the optimizer already.
         """
         require(param_group, dict, "add_param_group: param_group is a dict", ArgumentTypeError)
@@ -244,8 +245,8 @@ class ShardedOptimizer(optim.Optimizer):
 
         Raises:
             ArgumentTypeError: ``state_dict`` is not a mapping.
-            CheckpointError: It has no "state" or "param_groups", unknown names, other groups, or
-                state of another size; the optimizer is unchanged then.
+            CheckpointError: ``state_dict`` lacks "state" or "param_groups", or has unknown names,
+                other groups, or state of another size; the optimizer is unchanged then.
         """
         require(state_dict, Mapping, "load_state_dict: state_dict is a mapping", ArgumentTypeError)
         has_state = isinstance(state_dict.get("state"), Mapping)

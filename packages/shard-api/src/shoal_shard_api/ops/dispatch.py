@@ -83,6 +83,7 @@ def _broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
     """Tell whether a tensor of a shape broadcasts to another shape."""
     if len(shape) > len(target):
         return False
+    # Dims are aligned at the end, and missing first dims broadcast: (3,) broadcasts to (2, 3).
     pairs = zip(reversed(shape), reversed(target), strict=False)
     return all(size in (1, target_size) for size, target_size in pairs)
 

@@ -23,7 +23,7 @@ def resolve(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Return the group itself, or the default group for None.
 
     Raises:
-        ArgumentTypeError: It is not a process group.
+        ArgumentTypeError: ``process_group`` is not a process group.
         ProcessGroupError: There is no default group, or this rank is not in the group.
     """
     if not dist.is_available() or not dist.is_initialized():
@@ -48,8 +48,8 @@ def check_rank(call: str, name: str, rank: object, group: dist.ProcessGroup) -> 
     """Raise unless ``rank`` is a rank of a process group.
 
     Raises:
-        ArgumentTypeError: It is not an integer.
-        ProcessGroupError: The group does not have it.
+        ArgumentTypeError: ``rank`` is not an integer.
+        ProcessGroupError: The group does not have the rank.
     """
     require(rank, int, f"{call}: {name} is an int", ArgumentTypeError, without=bool)
     size = dist.get_world_size(group)
@@ -127,7 +127,7 @@ def load_with_process_group(process_group: dist.ProcessGroup) -> Iterator[None]:
         process_group: The group; its ranks must be those that saved the tensors, in the same order.
 
     Raises:
-        ArgumentTypeError: It is not a process group.
+        ArgumentTypeError: ``process_group`` is not a process group.
         ProcessGroupError: Inside another ``load_with_process_group``, or this rank is not in the
             group.
 

@@ -4,13 +4,19 @@
 their local shards in the order of the layout. A rank without shards passes one empty tensor, so
 that it takes part in the collectives of backward.
 
-Rows on ranks 0 and 1 become columns: each rank sends one 2 x 2 block and keeps one.
+The first line of a docstring says where the tensor is before and after the call: `Layout` is sharded
+by a layout, `R` is replicated, that is whole on every rank, and `Plain` is whole on one rank.
 
-    rank 0   a b | c d         a b | c d
-             e f | g h         e f | g h
-             ---------   ->    i j | k l
-    rank 1   i j | k l         m n | o p
-             m n | o p        rank 0  rank 1
+Rows on ranks 0 and 1 become columns. Rank 0 keeps the block `a b e f` and sends `c d g h`, and rank 1
+keeps `k l o p` and sends `i j m n`.
+
+    before                      after
+                                rank 0 | rank 1
+    rank 0:  a b   c d            a b  |  c d
+             e f   g h            e f  |  g h
+             ---------            i j  |  k l
+    rank 1:  i j   k l            m n  |  o p
+             m n   o p
 """
 
 from __future__ import annotations
@@ -39,12 +45,37 @@ from ..spec.metadata import Layout
 
 
 def _boxes(layout: Layout, rank: int) -> list[Box]:
+    """Return the boxes of the shards that a global rank holds.
+
+    Example: with the layout `((0, ((0, 2),)), (1, ((2, 4),)))`, rank 1 holds `[((2, 4),)]`, the
+    elements 2 and 3.
+    """
     return [box for holder, box in layout if holder == rank]
+
+
+def _with_boxes(
+    layout: Layout, rank: int, tensors: Sequence[torch.Tensor]
+) -> list[tuple[Box, torch.Tensor]]:
+    """Return the shards of a global rank, each after its box.
+
+    A rank without shards passes one empty tensor, which is left out.
+    """
+    boxes = _boxes(layout, rank)
+    if not boxes:
+        return []
+    return list(zip(boxes, tensors, strict=True))
 
 
 @lru_cache(maxsize=4096)
 def _plan(source: Layout, target: Layout, ranks: tuple[int, ...], index: int) -> Blocks:
-    """Return the blocks that the rank at an index of the group sends and receives."""
+    """Return the blocks that one rank sends and receives.
+
+    Args:
+        source: the layout before the exchange.
+        target: the layout after it.
+        ranks: the global ranks of the group.
+        index: the position of the rank in `ranks`. Blocks name other ranks by their positions too.
+    """
     before = [_boxes(source, rank) for rank in ranks]
     after = [_boxes(target, rank) for rank in ranks]
     return exchange_blocks(index, before, after)
@@ -57,13 +88,11 @@ def _run(
     tensors: Sequence[torch.Tensor],
     out: Sequence[torch.Tensor],
 ) -> None:
-    """Write the shards of the target into ``out``.
-
-    The one tensor of a rank without shards has no box.
-    """
-    rank = comm.ranks[comm.rank]
-    before = list(zip(_boxes(source, rank), tensors, strict=False))
-    after = list(zip(_boxes(target, rank), out, strict=False))
+    """Write this rank's shards of the target into ``out``."""
+    # Layouts name global ranks. `comm.rank` is the position of this rank in the group.
+    global_rank = comm.ranks[comm.rank]
+    before = _with_boxes(source, global_rank, tensors)
+    after = _with_boxes(target, global_rank, out)
     plan = _plan(source, target, comm.ranks, comm.rank)
     move_blocks([BlockMove(plan, before, after)], comm)
 
@@ -89,8 +118,8 @@ class _Move(torch.autograd.Function):
         ctx: Any, source: Layout, target: Layout, comm: Comm, *tensors: torch.Tensor
     ) -> Any:
         ctx.back = (target, source, comm)
-        rank = comm.ranks[comm.rank]
-        shapes = [shape_of(box) for box in _boxes(target, rank)]
+        global_rank = comm.ranks[comm.rank]
+        shapes = [shape_of(box) for box in _boxes(target, global_rank)]
         if not shapes:
             # A rank without shards has one empty tensor.
             shapes = [[0]]
@@ -109,14 +138,19 @@ def collect(
 ) -> torch.Tensor:
     """Layout -> R: return the global tensor on every rank.
 
-    Its gradient must be equal on all ranks.
+    In backward, each rank takes the gradient of its own shards from its gradient of the global
+    tensor, without communication. The gradient of the global tensor must be equal on all ranks.
     """
     full = _Collect.apply(layout, shape, comm, *tensors)  # type: ignore[no-untyped-call]  # torch
     return cast(torch.Tensor, full)
 
 
+def _count_elements(boxes: list[Box]) -> int:
+    return sum(volume(box) for box in boxes)
+
+
 class _Collect(torch.autograd.Function):
-    """Layout -> R; the gradient of each rank's own shards is a slice."""
+    """Layout -> R; the gradient of a shard is a slice of the gradient of the global tensor."""
 
     @staticmethod
     def forward(
@@ -124,7 +158,8 @@ class _Collect(torch.autograd.Function):
     ) -> torch.Tensor:
         boxes_by_rank = [_boxes(layout, rank) for rank in comm.ranks]
         ctx.own_boxes = boxes_by_rank[comm.rank]
-        sizes = [sum(map(volume, boxes)) for boxes in boxes_by_rank]
+        # the number of elements that each rank sends
+        sizes = [_count_elements(boxes) for boxes in boxes_by_rank]
         packed = pack_blocks([tensor.detach() for tensor in tensors])
         gathered = all_gather_v(packed, comm, sizes, 0)
         full = tensors[0].new_empty(shape)
@@ -143,11 +178,13 @@ class _Collect(torch.autograd.Function):
 def scatter(full: torch.Tensor, layout: Layout, src: int, comm: Comm) -> list[torch.Tensor]:
     """Plain on ``src`` -> layout: return this rank's shards of the global tensor of ``src``.
 
-    ``src`` is an index in the group.
+    ``src`` is a position in the group. ``full`` is read on this rank only; the other ranks pass a
+    tensor of the same shape and dtype.
     """
     source = ((comm.ranks[src], whole_box(full.shape)),)
     tensor = full.contiguous() if comm.rank == src else full.new_empty(0)
     if source == layout:
+        # `src` keeps the whole tensor; the other ranks have no shards, and return an empty tensor.
         return [tensor.clone()]
     with torch.no_grad():
         return move([tensor], source, layout, comm)
@@ -161,10 +198,14 @@ def gather(
     comm: Comm,
     out: torch.Tensor | None,
 ) -> None:
-    """Layout -> plain on the rank ``dst`` of the group, which writes the tensor into ``out``."""
+    """Layout -> plain on ``dst``: write the global tensor into ``out``.
+
+    ``dst`` is a position in the group. The other ranks pass None for ``out``.
+    """
     target = ((comm.ranks[dst], whole_box(shape)),)
     like = tensors[0]
     if out is None:
+        # This rank is not `dst`: it sends its shards and receives nothing.
         _run(layout, target, comm, tensors, out=[])
         return
     fits = out.dtype == like.dtype and out.device == like.device

@@ -110,7 +110,8 @@ def parse_placement(placement: str | RemoteDevice) -> RemoteDevice:
     """Parse "rank:1/cuda:1"; return a parsed placement unchanged.
 
     Raises:
-        ShardingSpecError: It is neither.
+        ShardingSpecError: ``placement`` is neither a text such as "rank:1/cuda:1" nor a
+            RemoteDevice.
     """
     if isinstance(placement, RemoteDevice):
         return placement
@@ -169,7 +170,7 @@ class TensorProperties:
         """Read the properties of a plain tensor with its strides, as torch 2.15 does.
 
         Raises:
-            ArgumentTypeError: It is not a tensor.
+            ArgumentTypeError: ``tensor`` is not a tensor.
         """
         require(
             tensor,
@@ -190,7 +191,7 @@ class TensorProperties:
         """Read the properties of a tensor that all shards have; the global tensor is contiguous.
 
         Raises:
-            ArgumentTypeError: It is not a tensor.
+            ArgumentTypeError: ``tensor`` is not a tensor.
         """
         return replace(TensorProperties.create_from_tensor(tensor), strides=None)
 

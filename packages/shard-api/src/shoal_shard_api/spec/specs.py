@@ -367,8 +367,8 @@ class EnumerableShardingSpec(ShardingSpec):
 
         Raises:
             ArgumentTypeError: An argument has a wrong type.
-            ShardingSpecError: They do not; it names the shard that reaches beyond the size, or the
-                elements that are in no shard.
+            ShardingSpecError: The shards do not cover the tensor exactly. The message names the
+                shard that reaches beyond the size, or the elements that are in no shard.
         """
         _check_build_arguments(self, tensor_sizes, tensor_properties)
         check_tensor(self.shards, tensor_sizes)

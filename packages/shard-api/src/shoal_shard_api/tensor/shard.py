@@ -301,7 +301,7 @@ def checked_metadata(
     """Return metadata that is valid for a tensor on the ranks of a group.
 
     Raises:
-        ArgumentTypeError: It is not metadata; a spec of the user's may return anything.
+        ArgumentTypeError: ``metadata`` is something else; a spec of the user's may return anything.
         ShardingSpecError: A shard is on no rank of the group, the shards overlap or do not cover
             the size, or they are not dense.
     """

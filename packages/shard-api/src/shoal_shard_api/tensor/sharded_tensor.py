@@ -187,7 +187,7 @@ class ShardedTensor(ShardedTensorConstructors):
 
         Raises:
             ArgumentTypeError: ``resharding_spec`` is not a ShardingSpec.
-            ShardingSpecError: It does not fit the size or the group; the tensor is unchanged.
+            ShardingSpecError: The spec does not fit the size or the group; the tensor is unchanged.
         """
         is_leaf = self.is_leaf
         requires_grad = self.requires_grad
@@ -377,8 +377,9 @@ class ShardedTensor(ShardedTensorConstructors):
             dtensor: A shoal_dtensor.DTensor, sharded along every mesh axis of more than one rank.
 
         Raises:
-            ArgumentTypeError: It is not a DTensor of shoal_dtensor.
-            NotExpressibleError: It is replicated or partial along some mesh axis, or has no dims.
+            ArgumentTypeError: ``dtensor`` is not a DTensor of shoal_dtensor.
+            NotExpressibleError: ``dtensor`` is replicated or partial along some mesh axis, or has
+                no dims.
 
         Example:
             >>> rows = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])

@@ -173,6 +173,7 @@ class ShardedTensorBase(torch.Tensor):
         self._metadata = metadata
         self._process_group = group
         self._layout = metadata.layout if group is not None else ()
+        # A rank without shards has one empty local tensor, which is in no pair.
         pairs = zip(local_tensors, shards, strict=False)
         self._local_shards = [Shard(local, shard) for local, shard in pairs]
         self._anchor = None
