@@ -1,11 +1,11 @@
-"""Adapters of peft that every rank keeps whole, and of which a forward uses this rank's slice.
+"""Adapters of peft whose values every rank has in full; in a forward, it uses a slice of them.
 
     adapter           the whole value                         the slice
     IA3               scales of all features                  scales of this rank's features
     prefix tuning     keys and values of all heads            those of this rank's heads
 
-The gradient of a slice is gathered, so that all ranks have the gradient of the whole value. Files
-and optimizers of such an adapter are those of one process.
+The gradient of a slice is gathered, so that all ranks have the gradient of the whole value. The
+optimizer and the files of such an adapter are therefore the same as without parallelism.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ class Slices(NamedTuple):
 
 
 class SlicedScales:
-    """Method of an IA3 layer around a Linear whose scaled features are sharded."""
+    """Base class that `slice_scales` adds to an IA3 layer of peft; it replaces the forward.
+
+    The layer is around a parallel Linear, and scales the features that the Linear shards.
+    """
 
     _shoal_slices: Slices
 
@@ -52,7 +55,8 @@ class SlicedScales:
         own_scales: dict[str, Tensor] = {}
         for name, scale in scales.items():
             own_scales[name] = split(scale.flatten(), slices.comm, 0, slices.sizes)
-        # It hides the parameters, which nn.Module looks up last.
+        # The entry hides the parameters `ia3_l`: Python looks into the dict of the instance first,
+        # and calls `nn.Module.__getattr__`, which finds parameters, only if the name is not there.
         vars(self)["ia3_l"] = own_scales
         try:
             return super().forward(x, *args, **kwargs)  # type: ignore[misc]  # of peft's layer
@@ -61,7 +65,10 @@ class SlicedScales:
 
 
 class SlicedPrefix:
-    """Method of a peft model with prefix tuning, whose key and value heads are sharded."""
+    """Base class that `slice_prefix` adds to a peft model with prefix tuning.
+
+    The key and value heads of the model are sharded.
+    """
 
     _shoal_slices: Slices
 
@@ -82,27 +89,42 @@ def is_scaled(layer: Any) -> bool:
 
 
 def can_be_scaled(layer: Any, record: ModuleSharding) -> bool:
-    """Return whether an IA3 layer's scales are right, or can be sliced, for a layer with a style.
+    """Return whether an IA3 layer can be around a Linear with a style.
 
-    Scales of features that are not sharded count the tokens of all ranks, so the tokens must not be
-    sharded.
+    It can if the features that it scales are sharded: the scales are then sliced. It also can if
+    the tensor that it scales is whole on every rank: the scales and their gradients are then right
+    as they are. If the tokens of this tensor are sharded, the gradient of the scales on one rank
+    would lack the tokens of the other ranks.
     """
-    if record.lowering not in (ColumnLinear, RowLinear) or record.options is not None:
+    is_linear = record.lowering in (ColumnLinear, RowLinear)
+    # Options divide the features in another way, such as by the blocks of a fused weight.
+    if not is_linear or record.options is not None:
         return False
     if _scales_shards(layer, record):
         return True
-    port = record.input_port() if layer.is_feedforward else record.output_port()
-    outside = port.layout if layer.is_feedforward else port.desired
-    return outside.is_replicate()
+    # The scaled tensor before the Linear shards it, or after the Linear has reduced it.
+    if layer.is_feedforward:
+        scaled = record.input_port().layout
+    else:
+        scaled = record.output_port().desired
+    return scaled.is_replicate()
 
 
 def _scales_shards(layer: Any, record: ModuleSharding) -> bool:
-    """Return whether the features that a layer scales are sharded: a row's inputs, a column's outputs."""
-    return (record.lowering is RowLinear) is bool(layer.is_feedforward)
+    """Return whether the features that an IA3 layer scales are sharded.
+
+    IA3 scales the inputs of a feed-forward Linear, and the outputs of other Linears.
+    """
+    if layer.is_feedforward:
+        return record.lowering is RowLinear
+    return record.lowering is ColumnLinear
 
 
 def slice_scales(layer: Any, record: ModuleSharding, mesh: DeviceMesh) -> None:
-    """Have an IA3 layer scale this rank's features, if its features are sharded."""
+    """Have an IA3 layer scale this rank's features, if its features are sharded.
+
+    The layer gets a class with the forward of `SlicedScales`, which reads `_shoal_slices`.
+    """
     if not _scales_shards(layer, record) or isinstance(layer, SlicedScales):
         return
     dim = 1 if layer.is_feedforward else 0
@@ -122,8 +144,11 @@ def slice_prefix(model: Any) -> None:
     has_prefix = getattr(config, "peft_type", None) == "PREFIX_TUNING"
     if not has_prefix or isinstance(model, SlicedPrefix):
         return
-    if not any(True for module in model.modules() for _ in shardings_of(module)):
+    is_parallel = any([*shardings_of(module)] for module in model.modules())
+    if not is_parallel:
         return
+    # In peft's config, `token_dim` and `num_attention_heads` count the key heads, also if the model
+    # has more query heads.
     found = {*_slices_of_heads(model, config.token_dim // config.num_attention_heads)}
     heads = sum(sum(slices.sizes) for slices in found)
     if len(found) != 1 or heads != config.num_attention_heads:
@@ -133,7 +158,7 @@ def slice_prefix(model: Any) -> None:
             "heads on each rank. Use prompt tuning, P-tuning or LoRA, or leave the attention out "
             "of the plan"
         )
-    [model._shoal_slices] = found
+    model._shoal_slices = found.pop()
     kind: Any = type(model)
     model.__class__ = with_methods(SlicedPrefix, kind)
 
@@ -148,7 +173,10 @@ def _slices_of_heads(model: nn.Module, features: int) -> Iterator[Slices]:
             continue
         for record, mesh in shardings_of(module):
             weight = module.weight
-            is_column = record.lowering is ColumnLinear and isinstance(weight, DTensor)
-            sizes = weight.spec.sizes(0) if is_column else ()
-            is_whole = not any(size % features for size in sizes)
-            yield Slices(mesh, tuple([size // features for size in sizes]) if is_whole else ())
+            heads: tuple[int, ...] = ()
+            if record.lowering is ColumnLinear and isinstance(weight, DTensor):
+                rows = weight.spec.sizes(0)
+                has_whole_heads = not any(count % features for count in rows)
+                if has_whole_heads:
+                    heads = tuple([count // features for count in rows])
+            yield Slices(mesh, heads)

@@ -81,9 +81,11 @@ def load_sharded(module: nn.Module, source: Source, *, strict: bool = True) -> L
     Parameters on the meta device get storage on their mesh's device.
 
     Args:
-        module: a model, parallel or plain. A fused parameter that a style has split is read from
-            its fused entry, and a shared parameter from any of its names that the source has.
-        source: a state dict of unsharded tensors, or one or several safetensors files.
+        module: a model, parallel or plain.
+        source: a state dict of unsharded tensors, or one or several safetensors files. It has the
+            names and shapes of the plain model. A style may have split a fused parameter, such as
+            `qkv.weight`, into several; these are read from the one entry `qkv.weight`. A shared
+            parameter is read from any of its names that the source has.
         strict: raise if the model or the source has entries that the other lacks.
 
     Returns:
@@ -106,14 +108,18 @@ def load_sharded(module: nn.Module, source: Source, *, strict: bool = True) -> L
         stored = stored_in(source, stack)
         entries = list(entries_of(module))
         loaded = compare_entries(entries, stored, strict=strict)
+        # `entry.source` is the name that the source has for the tensor.
         present = [entry for entry in entries if entry.source in stored]
         filled: dict[int, Tensor] = {}
         for entry in progress(present, "loading parameters"):
             _fill(entry, stored[entry.source], loaded, filled)
-        # Give the filled tensors to the other names of shared parameters.
+        # Give the filled tensors to the other names of shared parameters. `table` is a module's
+        # dict of parameters or buffers.
         for entry in entries:
             if id(entry.tensor) in filled:
                 entry.table[entry.name] = filled[id(entry.tensor)]
+    # A style keeps the parts of a split parameter next to each other in memory, so that one matrix
+    # product reads them all. Loading has replaced the parts that were on the meta device.
     for owner in module.modules():
         for fused in split_parameters(owner):
             make_adjacent(owner, fused)
@@ -126,8 +132,9 @@ def compare_entries(entries: list[Entry], stored: Mapping[str, Stored], *, stric
     Raise PlanError if shapes differ, or if `strict` is true and entries differ.
     """
     common = {entry.source for entry in entries} & stored.keys()
-    reached = {id(entry.tensor) for entry in entries if entry.source in common}
-    missing = {entry.source for entry in entries if id(entry.tensor) not in reached}
+    # A shared parameter has several entries. One of them in the source is enough.
+    found_tensors = {id(entry.tensor) for entry in entries if entry.source in common}
+    missing = {entry.source for entry in entries if id(entry.tensor) not in found_tensors}
     loaded = Loaded(sorted(missing), sorted(stored.keys() - common))
     if strict and (loaded.missing or loaded.unexpected):
         raise PlanError(f"load_sharded: missing {loaded.missing}, unexpected {loaded.unexpected}")
@@ -156,21 +163,27 @@ def stored_in(source: Source, stack: ExitStack) -> Mapping[str, Stored]:
     tensors: dict[str, Stored] = {}
     for path in [source] if isinstance(source, str | PathLike) else source:
         file = stack.enter_context(safe_open(fspath(path), framework="pt"))
-        for name in [*file.keys()]:
+        names: list[str] = file.keys()
+        for name in names:
             shape = file.get_slice(name).get_shape()
             tensors[name] = Lazy(tuple(shape), partial(_read, file, name))
     return tensors
 
 
 def _read(file: Any, name: str, slices: Slices) -> Tensor:
-    read: Tensor = file.get_slice(name)[slices] if slices else file.get_tensor(name)
-    return read
+    """Read slices of a tensor in a safetensors file; a 0-d tensor does not have slices."""
+    if not slices:
+        scalar: Tensor = file.get_tensor(name)
+        return scalar
+    part: Tensor = file.get_slice(name)[slices]
+    return part
 
 
 def _fill(entry: Entry, stored: Stored, loaded: Loaded, filled: dict[int, Tensor]) -> None:
-    """Read this rank's shard of an entry, unless its tensor is filled already.
+    """Read this rank's shard of an entry.
 
-    A tensor on the meta device is replaced in its module, and added to `filled`.
+    A tensor on the meta device is replaced in its module, and added to `filled`. If it is shared,
+    it is read once. A shared tensor with storage is read for each of its names.
 
     Args:
         entry: the entry of the model.
@@ -186,6 +199,7 @@ def _fill(entry: Entry, stored: Stored, loaded: Loaded, filled: dict[int, Tensor
         target = _with_storage(tensor) if local.is_meta else local
         for slices, place in boxes_of(tensor, entry.first_row):
             if entry.transposed:
+                # a matrix: columns of the source are rows of the model
                 values = stored[slices[::-1]].t()
             else:
                 values = stored[slices]
@@ -193,7 +207,10 @@ def _fill(entry: Entry, stored: Stored, loaded: Loaded, filled: dict[int, Tensor
             target[place].copy_(values)
         if not local.is_meta:
             return
-        value: Tensor = DTensor(target, tensor.spec) if isinstance(tensor, DTensor) else target
+        value = target
+        if isinstance(tensor, DTensor):
+            # `target` is the shard that this rank has in the layout of `tensor`.
+            value = DTensor(target, tensor.spec)
     if isinstance(tensor, nn.Parameter):
         value = nn.Parameter(value, requires_grad=tensor.requires_grad)
     filled[id(tensor)] = value
@@ -201,7 +218,10 @@ def _fill(entry: Entry, stored: Stored, loaded: Loaded, filled: dict[int, Tensor
 
 
 def _with_storage(tensor: Tensor) -> Tensor:
-    """Return an empty local tensor for a tensor on the meta device, on the device of its mesh."""
+    """Return an empty local tensor for a tensor on the meta device.
+
+    It is on the device of the mesh. A plain tensor does not have a mesh; it gets memory on the CPU.
+    """
     device = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else "cpu"
     return torch.empty(local_of(tensor).shape, dtype=tensor.dtype, device=device)
 
@@ -214,6 +234,11 @@ def boxes_of(tensor: Tensor, first_row: int) -> Iterator[tuple[Slices, Slices]]:
         first_row: the row of the source's entry at which the tensor begins. It is not 0 for
             parts of a fused parameter.
     """
+    # The name is for an error about pending sums, which parameters and buffers are not.
     for held in local_boxes("", tensor):
-        rows = [(start + first_row, stop + first_row) for start, stop in held.box[:1]]
-        yield slices_of((*rows, *held.box[1:])), slices_of(held.place)
+        box = held.box
+        # The box of a 0-d tensor is empty.
+        if box:
+            start, stop = box[0]
+            box = ((start + first_row, stop + first_row), *box[1:])
+        yield slices_of(box), slices_of(held.place)
