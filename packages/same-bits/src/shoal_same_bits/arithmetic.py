@@ -233,7 +233,8 @@ def invariant_arithmetic(
         ...     type(linear.forward.__self__).__name__
         'InvariantColumn'
     """
-    if blocks < 1 or blocks & (blocks - 1):
+    is_power_of_two = blocks > 0 and blocks.bit_count() == 1
+    if not is_power_of_two:
         raise StyleError(f"invariant_arithmetic: blocks must be a power of two, got {blocks}")
     if rows is not None and rows < 1:
         raise StyleError(f"invariant_arithmetic: rows must be at least 1; got {rows}")

@@ -1,11 +1,14 @@
-"""Gradients of microbatches, added in the tree in which `invariant_arithmetic` adds samples.
+"""Gradients of microbatches, added in the same order as the gradients of samples in one pass.
 
-Autograd adds the gradients of four backward passes as ((a + b) + c) + d. The gradients of four
-samples in one pass are added as (a + b) + (c + d). Here the gradients of every pass are moved out
-of `.grad` and added in that tree:
+Autograd adds the gradients of four backward passes as ((a + b) + c) + d. `invariant_arithmetic`,
+the mode of this package that makes bits independent of the number of ranks, adds the gradients of
+four samples in one pass as (a + b) + (c + d), in a binary tree. Here the gradients of every pass
+are moved out of `.grad` and added in the same tree. These are its nodes:
 
-    pass        1    2      3        4
-    nodes       a    a+b    a+b  c   (a+b)+(c+d)
+    after pass 1    a
+    after pass 2    a+b
+    after pass 3    a+b   and   c
+    after pass 4    (a+b)+(c+d)
 
 May import: arithmetic, invariant.
 """
@@ -49,7 +52,8 @@ class _GradientTree:
                 "gradients of microbatches can be added in a tree only inside "
                 "invariant_arithmetic()"
             )
-        if count < 1 or count & (count - 1):
+        is_power_of_two = count > 0 and count.bit_count() == 1
+        if not is_power_of_two:
             raise StyleError(
                 "the number of microbatches must be a power of two, with microbatches of equal "
                 f"size; got {count}"
@@ -69,6 +73,8 @@ class _GradientTree:
         """Refuse gradients that are reduced in one dtype and accumulated in another."""
         for unit in units_of(model):
             for parameter in unit.parameters:
+                # `reduced` is the layout in which ranks add gradients. `leaf` is the parameter
+                # whose `.grad` gets the sum.
                 in_pass = parameter.reduced.dtype
                 over_passes = parameter.leaf.dtype
                 if in_pass != over_passes:
@@ -108,6 +114,7 @@ class _GradientTree:
         for param in self.params:
             param.grad = None
         self.passes += 1
+        # Add two nodes of equal size to one of twice the size, as a binary counter carries.
         while self.nodes and self.nodes[-1].passes == node.passes:
             node = _join(self.nodes.pop(), node)
         self.nodes.append(node)
@@ -139,13 +146,15 @@ def _join(left: _Node, right: _Node) -> _Node:
 def accumulate_in_tree(
     model: nn.Module, microbatches: Sequence[Microbatch]
 ) -> Iterator[Microbatch]:
-    """Yield the microbatches one by one; after the last, `.grad` has the bits of one pass over all.
+    """Yield the microbatches one by one, and add up their gradients.
+
+    The sum has the same bits as the gradients of one backward pass over all samples.
 
     In every turn of the loop, run one backward pass of a loss that is divided by the number of
     microbatches. There must be no gradients before the loop. During a turn `.grad` has the
     gradients of that pass; after the last turn it has the sum. The tree keeps at most
     log2(number of microbatches) + 1 copies of the gradients. If the loop ends early, the gradients
-    of all earlier turns are dropped.
+    of all earlier turns are lost, because the tree gives them back only after the last turn.
 
     With data parallelism, microbatches are consecutive parts of the global batch. Each of them is
     divided among the ranks, and every backward reduces its gradients over the ranks.
@@ -162,8 +171,9 @@ def accumulate_in_tree(
         StyleError: outside `invariant_arithmetic`; if the number of microbatches is not a power of
             two; if there are gradients before the loop; or if `replicate` or `fully_shard` keeps
             gradients for a later reduction.
-        TiedWeightError: if modules share a parameter, because autograd adds its gradients within
-            every pass.
+        TiedWeightError: if modules share a parameter. Autograd would add the gradients of the
+            modules in every pass, before the tree adds those of the passes. In one pass over all
+            samples, the samples are added first.
 
     Example:
         >>> from shoal_mesh import init_device_mesh
@@ -178,6 +188,7 @@ def accumulate_in_tree(
         ...     model.bias.grad.shape
         torch.Size([8])
     """
+    # A wrong call raises here, and not at the first turn of the loop, when `turns` begins to run.
     tree = _GradientTree(model, len(microbatches))
     tree.begin()
 
@@ -227,6 +238,7 @@ def accumulate_stage_in_tree(stage: Any, microbatches: int) -> None:
         if number == 0:
             tree.begin()
         backward(number, loss=loss, full_backward=full_backward, last_backward=last_backward)
+        # Otherwise the schedule computes gradients of weights later (`backward_weight_one_chunk`).
         if full_backward and stage.has_backward:
             tree.add(number)
 
@@ -239,6 +251,7 @@ def accumulate_stage_in_tree(stage: Any, microbatches: int) -> None:
         tree.finish()
         reduce_gradients(grad_scale_factor)
 
+    # The schedules of torch call these methods of the stage, and have no hooks between passes.
     stage.backward_one_chunk = backward_one_chunk
     stage.backward_weight_one_chunk = backward_weight_one_chunk
     stage.perform_reduce_grad = perform_reduce_grad

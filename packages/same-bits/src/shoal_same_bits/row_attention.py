@@ -1,9 +1,11 @@
 """`attention_in_rows`: attention in which a query's bits depend on no other query and no later key.
 
 Every kernel sees one sample, `rows` queries and `KEYS` keys, however long the sequence is. Missing
-queries and keys are padded, and padded keys are masked. Blocks of keys are counted from the first
-key, so the keys that a query may see are in the same blocks in every call. Later blocks add zeros,
-which change no bit.
+queries and keys are padded, and padded keys are masked.
+
+Blocks of keys are counted from the first key. A longer sequence appends keys, so each earlier key
+stays in its block and at its place there. The appended keys are masked for an earlier query: they
+add zeros to its sums, which change no bit.
 
 In the shapes, B is the number of samples, H of heads, Q of queries, K of keys, D of the features of
 a query or key, and V of the features of a value.
@@ -21,8 +23,8 @@ from shoal_context_parallel import UnsupportedAttentionError
 from shoal_dtensor import DTensor
 from shoal_dtensor.internal import unwatched_functions
 
-# The number of keys in a block. It is 64, so blocks with any number of features begin at multiples
-# of 64 bytes.
+# The number of keys in a block. Kernels may compute other bits for memory with another alignment.
+# The matrices of the heads in a block (H, 64, D) begin at multiples of 64 bytes, for any D.
 KEYS = 64
 
 
@@ -37,7 +39,9 @@ def attention_in_rows(  # noqa: PLR0913  # the signature of scaled_dot_product_a
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attend to (B, ..., K, D) keys and (B, ..., K, V) values from (B, ..., Q, D) queries.
+    """Compute attention as `scaled_dot_product_attention` does, in blocks of fixed sizes.
+
+    Queries have the shape (B, ..., Q, D), keys (B, ..., K, D) and values (B, ..., K, V).
 
     Args:
         rows: the number of queries that one kernel computes together.
@@ -59,16 +63,16 @@ def attention_in_rows(  # noqa: PLR0913  # the signature of scaled_dot_product_a
     has_dtensor = any(isinstance(x, DTensor) for x in (query, key, value, attn_mask))
     if dropout_p or has_dtensor:
         raise UnsupportedAttentionError(
-            f"invariant_arithmetic(rows={rows}): attention by rows supports plain tensors of this "
-            f"rank's heads without dropout only; got dropout_p={dropout_p} and "
+            f"invariant_arithmetic(rows={rows}): attention by rows supports only plain tensors of "
+            f"this rank's heads, and no dropout; got dropout_p={dropout_p} and "
             f"{type(query).__name__}. Leave out rows to train, and use use_local_output=True in "
             "the plan"
         )
     if enable_gqa:
         # Example: with 8 query heads and 2 key heads, each key head serves 4 query heads.
-        queries_per_key = query.shape[-3] // key.shape[-3]
-        key = key.repeat_interleave(queries_per_key, -3)
-        value = value.repeat_interleave(queries_per_key, -3)
+        query_heads_per_key_head = query.shape[-3] // key.shape[-3]
+        key = key.repeat_interleave(query_heads_per_key_head, -3)
+        value = value.repeat_interleave(query_heads_per_key_head, -3)
     out_shape = (*query.shape[:-1], value.shape[-1])
     if not query.numel() or not key.numel():
         return query.new_zeros(out_shape)
@@ -76,6 +80,8 @@ def attention_in_rows(  # noqa: PLR0913  # the signature of scaled_dot_product_a
     factor = features**-0.5 if scale is None else scale
     query_count = query.shape[-2]
     key_count = key.shape[-2]
+    # Without this block, modes that replace functions of torch (such as the one that calls this
+    # function) would see the functions below too.
     with unwatched_functions():
         mask = _additive_mask(query, key_count, attn_mask, is_causal=is_causal)
         operands = [_by_sample(x) for x in (query * factor, key, value, mask)]
@@ -101,8 +107,8 @@ def _additive_mask(
 ) -> Tensor:
     """Return the mask as a summand of the scores, of shape (B, ..., Q, K).
 
-    It has -inf where a query does not see a key. If `attn_mask` has no dims of heads, they have the
-    size 1 in the result.
+    It has -inf where a query does not see a key. If `attn_mask` has fewer dims than `query`, such
+    as (Q, K), the dims of heads have the size 1 in the result.
     """
     queries = query.shape[-2]
     dtype = _compute_dtype(query.dtype)
@@ -116,6 +122,7 @@ def _additive_mask(
         mask.masked_fill_(~attn_mask, -torch.inf)
     else:
         mask = attn_mask.to(dtype)
+    # `expand` adds missing first dims: (Q, K) becomes (B, 1, Q, K), and (B, H, Q, K) stays.
     has_heads = mask.ndim == query.ndim
     heads = mask.shape[1:-2] if has_heads else (1,) * (query.ndim - 3)
     return mask.expand(query.shape[0], *heads, queries, keys)
@@ -144,22 +151,28 @@ def _attend_sample(rows: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> 
 
 
 def _padded_blocks(x: Tensor, size: int) -> list[Tensor]:
-    """Split (H, N, D) into blocks (H, size, D), each in memory of its own; pad the last by zeros."""
-    missing = -x.shape[1] % size
+    """Split (H, N, D) into blocks (H, size, D), and pad the last one by zeros.
+
+    Each block is a contiguous copy, so that kernels get the same strides and alignment for every N.
+    """
+    missing = _count_missing(x.shape[1], size)
     padded = functional.pad(x, (0, 0, 0, missing))
     blocks = torch.split(padded, size, 1)
     return [block.clone(memory_format=torch.contiguous_format) for block in blocks]
 
 
-def _mask_blocks(mask: Tensor, rows: int) -> Iterator[list[Tensor]]:
-    """Yield the blocks (H, rows, KEYS) of a mask (H, Q, K), as one list per block of queries.
+def _count_missing(length: int, size: int) -> int:
+    """Return how many elements a length lacks to a multiple of `size`: 3 for 5 and 4."""
+    return -length % size
 
-    Padded keys are masked.
-    """
-    missing_keys = -mask.shape[2] % KEYS
-    missing_queries = -mask.shape[1] % rows
+
+def _mask_blocks(mask: Tensor, rows: int) -> Iterator[list[Tensor]]:
+    """Yield the blocks (H, rows, KEYS) of a mask (H, Q, K), as one list per block of queries."""
+    missing_keys = _count_missing(mask.shape[2], KEYS)
+    missing_queries = _count_missing(mask.shape[1], rows)
+    # No query sees a padded key. A padded query may see every key: its output is dropped.
     padded = functional.pad(mask, (0, missing_keys), value=-torch.inf)
-    padded = functional.pad(padded, (0, 0, 0, missing_queries))
+    padded = functional.pad(padded, (0, 0, 0, missing_queries), value=0.0)
     for query_block in torch.split(padded, rows, 1):
         yield [block.contiguous() for block in torch.split(query_block, KEYS, 2)]
 
@@ -169,11 +182,12 @@ def _attend_block(
 ) -> Tensor:
     """Attend from one block of queries to all blocks of keys; return the output, (H, rows, V)."""
     scores = [q @ block.mT + mask for block, mask in zip(keys, masks, strict=True)]
-    tops = [block.amax(-1, keepdim=True) for block in scores]
-    top = torch.stack(tops).amax(0)
+    block_maxima = [block.amax(-1, keepdim=True) for block in scores]
+    # the largest score of each query, (H, rows, 1)
+    maximum = torch.stack(block_maxima).amax(0)
     # A query that sees no key has only scores of -inf, and -inf - -inf would give nan.
-    top = top.masked_fill(top == -torch.inf, 0.0)
-    weights = [(block - top).exp() for block in scores]
+    maximum = maximum.masked_fill(maximum == -torch.inf, 0.0)
+    weights = [(block - maximum).exp() for block in scores]
     total = weights[0].sum(-1, keepdim=True)
     out = weights[0] @ values[0]
     for weight, value in zip(weights[1:], values[1:], strict=True):
