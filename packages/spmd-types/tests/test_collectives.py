@@ -380,3 +380,18 @@ def test_groups_meshes_and_names_are_the_same_axis() -> None:
     with spmd.set_current_mesh(init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))):
         assert spmd.all_reduce(x, "tp", dst=R).tolist() == x.tolist()
         assert spmd.all_gather(x, "tp", src=S(0), dst=R).tolist() == x.tolist()
+
+
+@pytest.mark.parametrize("sizes", [[3], [1, 1], []])
+def test_split_sizes_that_do_not_fit_are_refused_on_one_rank_and_without_memory(
+    sizes: list[int],
+) -> None:
+    # One rank got copies of its row from an all-gather, and lost rows in a reduce-scatter.
+    one, two = abstract_mesh((1,), ("tp",)), abstract_mesh((2,), ("tp",))
+    with spmd.set_current_mesh(one), pytest.raises(ArgumentValueError, match="split_sizes"):
+        spmd.all_gather(torch.ones(1, 2), "tp", src=S(0), dst=R, split_sizes=sizes)
+    with spmd.set_current_mesh(one), pytest.raises(ArgumentValueError, match="split_sizes"):
+        spmd.reduce_scatter(torch.ones(4, 2), "tp", dst=S(0), split_sizes=sizes)
+    x = torch.ones(4, 2, device="meta")
+    with spmd.set_current_mesh(two), pytest.raises(ArgumentValueError, match="split_sizes"):
+        spmd.reduce_scatter(x, "tp", dst=S(0), split_sizes=sizes)

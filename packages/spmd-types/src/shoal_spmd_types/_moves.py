@@ -262,10 +262,16 @@ def _pad(step: TypeStep, x: Tensor, line: Line) -> Tensor:
 
 
 def _sizes(step: TypeStep, x: Tensor, line: Line) -> Sequence[int]:
-    """Return the sizes of the ranks' shards of a whole tensor."""
-    if step.sizes is not None:
-        return step.sizes
+    """Return the sizes of the ranks' shards of a whole tensor, which add up to its size."""
     length = x.shape[step.dim]
+    if step.sizes is not None:
+        if len(step.sizes) != line.size or sum(step.sizes) != length:
+            raise ArgumentValueError(
+                f"split_sizes must be one size for each of the {line.size} ranks along "
+                f"{line.axis!r}, and add up to {length}, the size of dim {step.dim} of "
+                f"{tuple(x.shape)}; got {step.sizes}"
+            )
+        return step.sizes
     if length % line.size:
         raise ArgumentValueError(
             f"dim {step.dim} of {tuple(x.shape)} is not a multiple of the {line.size} ranks along "
@@ -286,11 +292,11 @@ def _run_alone(step: TypeStep, x: Tensor, line: Line) -> Tensor:
             return torch.stack([x] * line.size, step.dim)
         if step.sizes is None:
             return torch.cat([x] * line.size, step.dim)
+        if line.size == 1:
+            # The only shard is the whole tensor.
+            return _own_shard(step, x, line)
         shape = [*x.shape]
         shape[step.dim] = sum(step.sizes)
-        if line.size == 1:
-            # `expand` raises if the one size of `sizes` is not the size of `x`.
-            return x.expand(shape).clone()
         return x.new_empty(shape)
     if step.kind == "reduce_scatter":
         return _own_shard(step, x, line)

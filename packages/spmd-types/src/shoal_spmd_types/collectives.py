@@ -130,7 +130,9 @@ def all_gather(  # noqa: PLR0913  # the public package's arguments
 
     Raises:
         ArgumentValueError: for other types, a dim that contradicts them, or a missing backward
-            dtype.
+            dtype; on one rank, for a split size other than the size of `x`.
+        CollectiveError: on several ranks, if `split_sizes` do not fit the ranks or the shard of
+            this rank.
         SpmdTypeError: while types are checked, if `x` is not of type `src`.
 
     Example:
@@ -190,7 +192,9 @@ def reduce_scatter(  # noqa: PLR0913  # the public package's arguments
         This rank's shard of the sum.
 
     Raises:
-        ArgumentValueError: for other types, a dim that contradicts them or does not divide.
+        ArgumentValueError: for other types, a dim that contradicts them or does not divide; on one
+            rank or without memory, for split sizes that do not fit the ranks and `x`.
+        CollectiveError: on several ranks, if `split_sizes` do not fit the ranks and `x`.
         SpmdTypeError: while types are checked, if `x` is not of type `src`.
 
     Example:
