@@ -37,6 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bool": {"attn_mask": MASK},
     "float": {"attn_mask": drawn(QUERIES, LENGTH)},
     "of heads": {"attn_mask": drawn(3, 4, QUERIES, LENGTH)},
+    "of heads, the same for all samples": {"attn_mask": drawn(4, QUERIES, LENGTH)},
     "grouped heads": {"enable_gqa": True, "is_causal": True},
 }
 

@@ -107,8 +107,8 @@ def _additive_mask(
 ) -> Tensor:
     """Return the mask as a summand of the scores, of shape (B, ..., Q, K).
 
-    It has -inf where a query does not see a key. If `attn_mask` has fewer dims than `query`, such
-    as (Q, K), the dims of heads have the size 1 in the result.
+    It has -inf where a query does not see a key. A dim of heads in which `attn_mask` has the size 1,
+    or which it lacks, has the size 1 in the result.
     """
     queries = query.shape[-2]
     dtype = _compute_dtype(query.dtype)
@@ -122,9 +122,10 @@ def _additive_mask(
         mask.masked_fill_(~attn_mask, -torch.inf)
     else:
         mask = attn_mask.to(dtype)
-    # `expand` adds missing first dims: (Q, K) becomes (B, 1, Q, K), and (B, H, Q, K) stays.
-    has_heads = mask.ndim == query.ndim
-    heads = mask.shape[1:-2] if has_heads else (1,) * (query.ndim - 3)
+    # Example: (Q, K) becomes (1, 1, Q, K), and (H, Q, K) becomes (1, H, Q, K).
+    count_missing = query.ndim - mask.ndim
+    mask = mask[(None,) * count_missing]
+    heads = mask.shape[1:-2]
     return mask.expand(query.shape[0], *heads, queries, keys)
 
 
