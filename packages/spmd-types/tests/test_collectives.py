@@ -395,3 +395,13 @@ def test_split_sizes_that_do_not_fit_are_refused_on_one_rank_and_without_memory(
     x = torch.ones(4, 2, device="meta")
     with spmd.set_current_mesh(two), pytest.raises(ArgumentValueError, match="split_sizes"):
         spmd.reduce_scatter(x, "tp", dst=S(0), split_sizes=sizes)
+
+
+def test_one_rank_receives_the_rows_that_it_sends() -> None:
+    # Output sizes that differ were ignored.
+    with spmd.set_current_mesh(abstract_mesh((1,), ("tp",))):
+        x = torch.ones(3, 2)
+        exchange = partial(spmd.all_to_all, x, "tp", src=S(0), dst=S(0))
+        assert torch.equal(exchange(output_split_sizes=[3]), x)
+        with pytest.raises(ArgumentValueError, match=r"must be \(3,\), got \(5,\)"):
+            exchange(output_split_sizes=[5])

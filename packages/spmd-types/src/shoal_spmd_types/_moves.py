@@ -301,8 +301,14 @@ def _run_alone(step: TypeStep, x: Tensor, line: Line) -> Tensor:
     if step.kind == "reduce_scatter":
         return _own_shard(step, x, line)
     if step.received is not None:
-        shape = [sum(step.received), *x.shape[1:]]
-        return x.clone() if line.size == 1 else x.new_empty(shape)
+        if line.size > 1:
+            return x.new_empty([sum(step.received), *x.shape[1:]])
+        if step.received != step.sizes:
+            raise ArgumentValueError(
+                f"a single rank along {line.axis!r} receives the rows that it sends: "
+                f"output_split_sizes must be {step.sizes}, got {step.received}"
+            )
+        return x.clone()
     # Equal blocks: (4, 6) over 2 ranks with dims 0 and 1 becomes (2, 12).
     _check_divides(x, step.dim, line.size)
     blocks = x.chunk(line.size, step.dim)
