@@ -10,8 +10,8 @@ from .__about__ import __version__
 from ._torch.compiled_gradients import convert_compiled_gradients
 from ._torch.interception import (
     explain_weights_only,
+    guard_memory_exports,
     keep_whole,
-    refuse_in_c,
 )
 from .api.constructors import (
     distribute_module,
@@ -73,7 +73,7 @@ from .tensor.dtensor import (
     safe_globals,
     zeros_of_output,
 )
-from .tensor.serialization import install_staging_of_dtensors, refuse_memory
+from .tensor.serialization import install_state_dict_copies_of_dtensors, refuse_memory
 
 _StridedShard = StridedShard  # torch's name
 
@@ -86,8 +86,8 @@ Spec.on_first_use += [
         convert_plain=gradient_of_output,
         make_zeros=zeros_of_output,
     ),
-    partial(install_staging_of_dtensors, DTensor),
-    partial(refuse_in_c, DTensor, refuse_memory),
+    partial(install_state_dict_copies_of_dtensors, DTensor),
+    partial(guard_memory_exports, DTensor, refuse_memory),
     partial(
         explain_weights_only,
         "shoal_",

@@ -12,7 +12,12 @@ optim, random_layouts, redistribute, scopes, spmd, tensor.
 from typing import TYPE_CHECKING, Any
 
 from ._torch.compiling import eager_only, is_compiling, is_tracing, whole_when_compiled
-from ._torch.interception import FunctionMode, ReplacedAttention, TorchDispatchMode, refuse_in_c
+from ._torch.interception import (
+    FunctionMode,
+    ReplacedAttention,
+    TorchDispatchMode,
+    guard_memory_exports,
+)
 from ._torch.operators import DataDependentError, signature_of
 from ._torch.tensors import (
     FakeTensor,
@@ -106,7 +111,7 @@ from .tensor.gradients import (
     running_notes,
     running_pass,
 )
-from .tensor.serialization import ShardedKind, chunks_of, install_staging, write_items
+from .tensor.serialization import ShardedKind, chunks_of, install_state_dict_copies, write_items
 
 if TYPE_CHECKING:
     from .spmd import interface as spmd

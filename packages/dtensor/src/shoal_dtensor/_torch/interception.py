@@ -175,7 +175,7 @@ class _AfterImport(NamedTuple):
 # --- functions in C that read memory --------------------------------------------------------------
 
 
-def refuse_in_c(cls: type[torch.Tensor], refuse: Callable[[Any], Any]) -> None:
+def guard_memory_exports(cls: type[torch.Tensor], refuse: Callable[[Any], Any]) -> None:
     """Make torch's functions that export tensor memory call `refuse` for tensors of a class.
 
     These functions are builtins without dispatch: they would export or return the null pointer of

@@ -554,7 +554,7 @@ def linspace(start: Number, end: Number, steps: int, **keywords: Unpack[Keywords
         keywords: as for `empty`.
 
     Raises:
-        ArgumentTypeError: if `start` or `end` is something else. (A TypeError too.)
+        ArgumentTypeError: if `start` or `end` is something else. It is also a TypeError.
         PlacementError: if the placements do not fit.
 
     Example:
@@ -590,7 +590,7 @@ def logspace(
         keywords: as for `empty`.
 
     Raises:
-        ArgumentTypeError: if `start` or `end` is something else. (A TypeError too.)
+        ArgumentTypeError: if `start` or `end` is something else. It is also a TypeError.
         PlacementError: if the placements do not fit.
 
     Example:

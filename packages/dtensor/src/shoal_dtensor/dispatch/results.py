@@ -112,6 +112,7 @@ class Decision:
 
         `function` gets the tensor, its spec, and the index of the input that it aliases, or None.
         """
+        # `mapped` visits the tensors in the order of `outputs`, so each one takes the next pair.
         placed = zip(self.outputs, self.aliased, strict=True)
         return mapped(result, Tensor, lambda local: function(local, *next(placed)))
 

@@ -94,6 +94,17 @@ def mapped(value: Any, kinds: type | tuple[type, ...], function: Callable[[Any],
     return items if isinstance(value, list) else tuple(items)
 
 
+def with_tensors(value: Any, tensors: Iterable[Tensor]) -> Any:
+    """Return arguments or results with other tensors in the place of theirs.
+
+    Args:
+        value: the arguments or results; their tensors may be `TensorMeta` values.
+        tensors: the replacements, in the order in which `mapped` finds the tensors.
+    """
+    replacements = iter(tensors)
+    return mapped(value, (Tensor, TensorMeta), lambda _: next(replacements))
+
+
 # --- sizes that torch.compile keeps as symbols ----------------------------------------------------
 
 

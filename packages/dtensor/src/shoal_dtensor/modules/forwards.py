@@ -186,14 +186,17 @@ DataDtypes = tuple[torch.dtype | None, torch.dtype | None]
 class Arithmetic(Protocol):
     """Decisions of a mode of arithmetic."""
 
-    def own_blocks(self, ranks: int, size: int, what: str) -> int:
-        """Return the number of blocks of a dim that one of the ranks has; `what` names the dim.
-
-        The dim has `size` elements.
-        """
+    def own_blocks(self, ranks: int, size: int, dim_name: str) -> int:
+        """Return the number of blocks that one of the ranks has of a dim of `size` elements."""
 
     def form_of(self, lowering: type[Any], sharding: Any, module: nn.Module) -> type[Any]:
-        """Return the class that replaces a forward class that a style's record chose for a module."""
+        """Return the class whose object becomes the module's forward in this mode.
+
+        Args:
+            lowering: the class that a style's declaration chose.
+            sharding: the declaration.
+            module: the module.
+        """
 
     def complete(self, mesh: DeviceMesh, module: nn.Module, over_data: DataDtypes | None) -> None:
         """Give the modules of a tree that no style shards the forwards that they need."""

@@ -260,6 +260,7 @@ def _muon_step(optimizer: Any) -> None:
             updates.append(update.to(torch.bfloat16, copy=True))
         rate = float(group["lr"])
         pairs = zip(updates, moves, strict=True)
+        # The whole updates arrive in the order of the parameters that are moved.
         gathered = _gather_updates([(update, move) for update, move in pairs if move is not None])
         for param, move, shard, update in zip(params, moves, shards, updates, strict=True):
             whole = update if move is None else next(gathered)

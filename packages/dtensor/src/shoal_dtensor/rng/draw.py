@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PlacementError
+from ..layout.dim_sharding import DimSharding
 from ..layout.spec import Spec
 from .counter import fill_counter, philox
 from .memory_walk import MemoryWalk, memory_walk_of
@@ -28,8 +29,9 @@ def draw(
 
     The same call on every rank makes one global tensor.
 
-    In the default mode, the values and the generator's state afterwards equal the result of `fill`
-    on the plain global tensor, bit for bit. Every rank of the program may call it, also a rank with
+    In the default mode, "single_device", the values and the generator's state afterwards equal the
+    result of `fill` on the plain global tensor, bit for bit. `random_mode` describes the modes
+    "counter", "per_axis" and "local". Every rank of the program may call `draw`, also a rank with
     an empty box or outside the mesh.
 
     Args:
@@ -40,8 +42,8 @@ def draw(
         operand: probabilities of `bernoulli_` for the box.
 
     Raises:
-        PlacementError: for a partial tensor, because random addends do not have the distribution of
-            the sum.
+        PlacementError: for a partial tensor. Its value is the sum of the ranks' addends, and a sum
+            of random addends does not have the distribution of `fill`.
     """
     if spec.partials:
         raise PlacementError(
@@ -51,40 +53,48 @@ def draw(
     local = empty_local(spec) if out is None else out.detach()
     if local.device.type == "meta":
         return local
-    mode = current_mode()
-    mode.hold_in_recomputation()
-    if mode.mode != "local" and not torch.compiler.is_compiling() and type(local) is Tensor:
-        # These modes draw a key, by default from the generator of the CPU.
-        takes_key = mode.mode in {"counter", "per_axis"}
+    random_mode = current_mode()
+    mode = random_mode.mode
+    # If a checkpoint runs this draw again in backward, the block's mode holds there, too.
+    random_mode.hold_in_recomputation()
+    if mode != "local" and not torch.compiler.is_compiling() and type(local) is Tensor:
+        # "counter" and "per_axis" draw a key, by default from the generator of the CPU.
+        takes_key = mode in {"counter", "per_axis"}
         source = torch.device("cpu") if takes_key else local.device
         check_in_step(spec.mesh, generator_of(source) if generator is None else generator)
     with torch.no_grad():
-        if mode.mode == "local":
+        if mode == "local":
             fill(local, generator, operand)
             return local
-        if mode.mode == "counter":
+        if mode == "counter":
+            # Outside the mesh, a rank has an empty tensor of one dim, and draws the key only.
             box = spec.box(spec.coordinate) if spec.coordinate is not None else ((0, 0),)
             key = key_of(generator)
             fill_counter(local, tuple(spec.shape), box, fill, key=key, operand=operand)
             return local
-        memory = memory_walk_of(spec)
-        axes = _sharding_axes_of(mode.axes, spec)
-        if mode.mode == "per_axis" and axes:
+        walk = memory_walk_of(spec)
+        axes = _sharding_axes_of(random_mode.axes, spec)
+        # If none of the axes shards the tensor, "per_axis" draws as "single_device" does.
+        if mode == "per_axis" and axes:
             key = key_of(generator)
             if spec.coordinate is None:
                 return local
-            memory, number = _own_part(memory, spec, spec.coordinate, axes)
-            low, high, *_ = philox((number, len(axes), 0, 0), key)
+            walk, stream = _part_of_stream(walk, spec, spec.coordinate, axes)
+            low, high, *_ = philox((stream, len(axes), 0, 0), key)
+            # The two words have 32 bits. A shift by 31 keeps the seed below 2 ** 63.
             generator = torch.Generator(local.device).manual_seed((high << 31) ^ low)
-        fill_stream(local, memory, fill, generator, operand=operand)
+        fill_stream(local, walk, fill, generator, operand=operand)
     return local
 
 
 def _sharding_axes_of(requested: Iterable[str | int], spec: Spec) -> tuple[int, ...]:
-    """Return the requested axes that the mesh has and that shard the tensor, ascending."""
+    """Return the requested axes that the mesh has and that shard the tensor, ascending.
+
+    The axes are requested by name or by index.
+    """
     names = spec.mesh.axis_names
-    known = (*names, *range(len(names)))
-    axes = {spec.mesh.axis_index(axis) for axis in requested if axis in known}
+    names_and_indices = (*names, *range(len(names)))
+    axes = {spec.mesh.axis_index(axis) for axis in requested if axis in names_and_indices}
     return tuple(axis for axis in sorted(axes) if spec.placements[axis].is_shard())
 
 
@@ -92,10 +102,15 @@ def draw_dropout_mask(spec: Spec, chance: float, dtype: torch.dtype, *, out: Ten
     """Fill this rank's box of a mask of `native_dropout`: True where an element is kept.
 
     `dtype` is the dtype of the input.
+
+    Only "single_device" must reproduce the mask that one device draws. On CPU torch draws it by
+    `bernoulli_`, on CUDA by the dropout kernel itself.
     """
     is_random = 0.0 < chance < 1.0
     is_on_device = out.device.type != "cpu"
     if is_on_device and is_random and current_mode().mode == "single_device":
+        # The kernel draws for 1, 2, 4, 8 or 16 elements at once: a number that divides the number
+        # of elements. Numbers that are equal modulo 16 have the same divisors among these.
         draw(spec, Fill("dropout_mask", (chance, dtype), granule=16), out=out)
     else:
         draw(spec, Fill("bernoulli_", (1.0 - chance,)), out=out)
@@ -103,42 +118,65 @@ def draw_dropout_mask(spec: Spec, chance: float, dtype: torch.dtype, *, out: Ten
 
 def empty_local(spec: Spec, device: torch.device | str | None = None) -> Tensor:
     """Return uninitialized memory for this rank's box, dims in the order of the global stride."""
-    memory = memory_walk_of(spec)
+    walk = memory_walk_of(spec)
     place = spec.mesh.device_type if device is None else device
     if spec.coordinate is None:
         return torch.empty(0, dtype=spec.dtype, device=place)
-    sizes = [stop - start for start, stop in memory.box]
-    packed = torch.empty(sizes, dtype=spec.dtype, device=place)
-    return packed.permute(memory.restored())
+    sizes_in_order = [stop - start for start, stop in walk.box]
+    packed = torch.empty(sizes_in_order, dtype=spec.dtype, device=place)
+    return packed.permute(walk.positions_of_dims())
 
 
-def _own_part(
-    memory: MemoryWalk, spec: Spec, coordinate: tuple[int, ...], axes: tuple[int, ...]
+def _part_of_stream(
+    walk: MemoryWalk, spec: Spec, coordinate: tuple[int, ...], axes: tuple[int, ...]
 ) -> tuple[MemoryWalk, int]:
-    """Return the part of the tensor that ranks with this rank's coordinates on `axes` hold.
+    """Return the part of a tensor that one stream of "per_axis" fills, and the stream's number.
 
-    The part is described as a tensor of its own, with this rank's box in it. Also return the
-    row-major index of the coordinates on `axes`.
+    Ranks with the same coordinates on `axes` share a stream. Together they hold the part. Example:
+    (8, 6) on axes of 2 and 3 ranks, rows sharded by the first and columns by the second. With a
+    stream for each coordinate of the first axis, a part is 4 rows of 6 columns.
+
+    Args:
+        walk: the walk of the whole tensor.
+        spec: the layout of the tensor.
+        coordinate: this rank's coordinate.
+        axes: the axes with streams of their own.
+
+    Returns:
+        The part as a tensor of its own, with this rank's box in it. The number of the stream is the
+        row-major index of the coordinates on `axes`.
     """
     shape = []
     box = []
-    for dim in memory.order:
+    for dim in walk.order:
         sharding = spec.dim_sharding(dim)
-        own_shard = sharding.index(coordinate)
         sizes = sharding.sizes
-        # Among the shards of the dim, find the shards that these ranks hold.
-        fixed = [axis in axes for axis in sharding.axes]
-        own_position = [coordinate[axis] for axis in sharding.axes]
-        held = []
-        for shard, position in enumerate(product(*map(range, sharding.axis_sizes))):
-            triples = zip(fixed, position, own_position, strict=True)
-            if all(at == own_at for is_fixed, at, own_at in triples if is_fixed):
-                held.append(shard)
-        before = sum(sizes[shard] for shard in held if shard < own_shard)
-        shape.append(sum(sizes[shard] for shard in held))
-        box.append((before, before + sizes[own_shard]))
-    number = 0
+        own_shard = sharding.index(coordinate)
+        shards = _shards_of_stream(sharding, coordinate, axes)
+        start = sum(sizes[shard] for shard in shards if shard < own_shard)
+        shape.append(sum(sizes[shard] for shard in shards))
+        box.append((start, start + sizes[own_shard]))
+    stream = 0
     for axis in axes:
         # Example: 5 for the coordinates (1, 2) on axes of 2 and 3 ranks.
-        number = number * spec.mesh.size(axis) + coordinate[axis]
-    return memory._replace(shape=tuple(shape), box=tuple(box)), number
+        stream = stream * spec.mesh.size(axis) + coordinate[axis]
+    return walk._replace(shape=tuple(shape), box=tuple(box)), stream
+
+
+def _shards_of_stream(
+    sharding: DimSharding, coordinate: tuple[int, ...], axes: tuple[int, ...]
+) -> list[int]:
+    """Return the shards of a dim whose ranks have the coordinates of this rank on `axes`.
+
+    Example: a dim sharded by axes 0 and 1 of 2 and 3 ranks has shards 0 to 5. For axis 0 and a rank
+    at (1, 2), the shards are 3, 4 and 5.
+    """
+    shards = []
+    # The shards are numbered row-major over the positions on their axes.
+    positions = product(*map(range, sharding.axis_sizes))
+    for shard, position in enumerate(positions):
+        position_by_axis = dict(zip(sharding.axes, position, strict=True))
+        fixed_axes = [axis for axis in sharding.axes if axis in axes]
+        if all(position_by_axis[axis] == coordinate[axis] for axis in fixed_axes):
+            shards.append(shard)
+    return shards

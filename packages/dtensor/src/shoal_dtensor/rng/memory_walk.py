@@ -57,7 +57,7 @@ class MemoryWalk(NamedTuple):
         """Tell whether the rank has a box; outside the mesh it has an empty tensor of one dim."""
         return local.ndim == len(self.order)
 
-    def restored(self) -> list[int]:
+    def positions_of_dims(self) -> list[int]:
         """Return the position of each tensor dim in walking order.
 
         Permuting by these positions reverts the permutation of `arranged`.

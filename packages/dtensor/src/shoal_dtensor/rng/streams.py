@@ -103,7 +103,7 @@ def _dropout_mask(
 
 def fill_stream(
     local: Tensor,
-    memory: MemoryWalk,
+    walk: MemoryWalk,
     fill: Fill,
     generator: torch.Generator | None,
     operand: Tensor | None = None,
@@ -113,19 +113,19 @@ def fill_stream(
     Afterwards the generator has the state that it would have on one device.
     """
     # The dims of the box, and of its probabilities in `operand`, are in the tensor's own order.
-    has_all = memory.has(local) and memory.box == whole_box(memory.shape)
-    in_order = has_all and memory.arranged(local).is_contiguous()
+    has_all = walk.has(local) and walk.box == whole_box(walk.shape)
+    in_order = has_all and walk.arranged(local).is_contiguous()
     # If the box is the whole tensor, the plain operator fills it.
-    if in_order and local.is_contiguous() == memory.contiguous:
+    if in_order and local.is_contiguous() == walk.contiguous:
         fill(local, generator, operand)
         return
     fill_by_parts = {"cpu": fill_cpu, "cuda": fill_cuda}.get(local.device.type, fill_whole)
-    fill_by_parts(local, memory, fill, generator, operand=operand)
+    fill_by_parts(local, walk, fill, generator, operand=operand)
 
 
 def fill_whole(
     local: Tensor,
-    memory: MemoryWalk,
+    walk: MemoryWalk,
     fill: Fill,
     generator: torch.Generator | None,
     operand: Tensor | None,
@@ -135,20 +135,20 @@ def fill_whole(
     This is correct on any device, and traceable because nothing is measured.
     """
     is_on_cpu = local.device.type == "cpu"
-    whole = _scratch(memory.shape, local, memory.contiguous or not is_on_cpu)
-    box = tuple([slice(start, stop) for start, stop in memory.box])
+    whole = _scratch(walk.shape, local, walk.contiguous or not is_on_cpu)
+    box = tuple([slice(start, stop) for start, stop in walk.box])
     odds = None if operand is None else torch.full_like(whole, 0.5, dtype=operand.dtype)
-    if odds is not None and operand is not None and memory.has(operand):
-        odds[box].copy_(memory.arranged(operand))
+    if odds is not None and operand is not None and walk.has(operand):
+        odds[box].copy_(walk.arranged(operand))
     # Kernels of CPU and CUDA walk in memory order for any order of dims.
     if is_on_cpu or local.device.type == "cuda":
         fill(whole, generator, odds)
     else:
-        dims = memory.restored()
+        dims = walk.positions_of_dims()
         odds_in_order = None if odds is None else odds.permute(dims)
         fill(whole.permute(dims), generator, odds_in_order)
-    if memory.has(local):
-        memory.arranged(local).copy_(whole[box])
+    if walk.has(local):
+        walk.arranged(local).copy_(whole[box])
 
 
 def _scratch(shape: tuple[int, ...], like: Tensor, contiguous: bool) -> Tensor:
@@ -180,32 +180,32 @@ class Law(NamedTuple):
 
 def fill_cpu(
     local: Tensor,
-    memory: MemoryWalk,
+    walk: MemoryWalk,
     fill: Fill,
     generator: torch.Generator | None,
     operand: Tensor | None = None,
 ) -> None:
     """Run `fill_stream` on the CPU, in bounded memory."""
     law = None
-    if type(local) is Tensor and memory.numel > CHUNK:
+    if type(local) is Tensor and walk.numel > CHUNK:
         operand_dtype = None if operand is None else operand.dtype
-        law = law_of(fill, local.dtype, memory.contiguous, operand_dtype)
+        law = law_of(fill, local.dtype, walk.contiguous, operand_dtype)
     if law is None:
-        fill_whole(local, memory, fill, generator, operand=operand)
+        fill_whole(local, walk, fill, generator, operand=operand)
         return
-    scratch = _scratch((CHUNK + law.unit,), local, memory.contiguous)
+    scratch = _scratch((CHUNK + law.unit,), local, walk.contiguous)
     odds = None if operand is None else torch.full_like(scratch, 0.5, dtype=operand.dtype)
-    target = memory.arranged(local)
-    first, last = memory.span
+    target = walk.arranged(local)
+    first, last = walk.span
     drawn = 0
     start = 0
-    while start < memory.numel:
+    while start < walk.numel:
         # The last chunk includes a rest that is smaller than a unit. Example: 2 * 65536 + 5
         # elements in units of 16 are two chunks.
-        rest = memory.numel - start - CHUNK
-        stop = memory.numel if rest < law.unit else start + CHUNK
+        rest = walk.numel - start - CHUNK
+        stop = walk.numel if rest < law.unit else start + CHUNK
         touches_box = first < stop and start < last
-        if touches_box or not law.words or stop == memory.numel:
+        if touches_box or not law.words or stop == walk.numel:
             # Skip the words of the chunks before that were not drawn.
             skip_words((start - drawn) * law.words, generator)
             drawn = stop
@@ -213,11 +213,11 @@ def fill_cpu(
             chunk_odds = None
             if odds is not None and operand is not None:
                 chunk_odds = odds[: stop - start]
-                own_odds = memory.arranged(operand)
-                for part, held in memory.stretches(start, stop, flat=odds, held=own_odds):
+                own_odds = walk.arranged(operand)
+                for part, held in walk.stretches(start, stop, flat=odds, held=own_odds):
                     part.copy_(held)
             fill(values, generator, chunk_odds)
-            for part, held in memory.stretches(start, stop, flat=scratch, held=target):
+            for part, held in walk.stretches(start, stop, flat=scratch, held=target):
                 held.copy_(part)
         start = stop
 
@@ -305,7 +305,7 @@ class Rounds(NamedTuple):
 
 def fill_cuda(
     local: Tensor,
-    memory: MemoryWalk,
+    walk: MemoryWalk,
     fill: Fill,
     generator: torch.Generator | None,
     operand: Tensor | None = None,
@@ -314,36 +314,36 @@ def fill_cuda(
 
     With an operand, torch's kernel does not work in rounds, so the whole tensor is drawn.
     """
-    residue = memory.numel % fill.granule
+    residue = walk.numel % fill.granule
     rounds = None
-    if operand is None and memory.numel < _INDEX_LIMIT:
+    if operand is None and walk.numel < _INDEX_LIMIT:
         rounds = rounds_of(fill, local.dtype, local.device, residue)
-    if rounds is None or memory.numel <= rounds.size:
-        fill_whole(local, memory, fill, generator, operand=operand)
+    if rounds is None or walk.numel <= rounds.size:
+        fill_whole(local, walk, fill, generator, operand=operand)
         return
-    target = memory.arranged(local)
+    target = walk.arranged(local)
     if generator is None:
         generator = torch.cuda.default_generators[local.device.index]
     start = generator.get_offset()
     # The elements of one round, and as many more as make torch choose the kernel that it would
     # choose for the global tensor.
     flat = torch.empty(rounds.size + residue, dtype=local.dtype, device=local.device)
-    first, last = memory.span
+    first, last = walk.span
     # Example: the elements 2500:5200 are in the rounds 2 to 5 of 1000 elements.
     first_round = first // rounds.size
     end_round = -(-last // rounds.size)
     for k in range(first_round, end_round):
         # In the example, round 2 begins at element 2000 and at the offset start + 2 * step.
         begin = k * rounds.size
-        end = min(begin + rounds.size, memory.numel)
-        own_stretches = [*memory.stretches(begin, end, flat=flat, held=target)]
+        end = min(begin + rounds.size, walk.numel)
+        own_stretches = [*walk.stretches(begin, end, flat=flat, held=target)]
         if own_stretches:
             generator.set_offset(start + k * rounds.step)
             fill(flat, generator)
             for part, held in own_stretches:
                 held.copy_(part)
     # In the example, 5200 elements take 6 rounds.
-    all_rounds = -(-memory.numel // rounds.size)
+    all_rounds = -(-walk.numel // rounds.size)
     generator.set_offset(start + all_rounds * rounds.step)
 
 

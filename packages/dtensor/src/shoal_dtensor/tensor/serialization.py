@@ -228,12 +228,12 @@ class ShardedKind(NamedTuple):
     whole: Callable[[Any], torch.Tensor]
 
 
-def install_staging(kind: ShardedKind) -> None:
+def install_state_dict_copies(kind: ShardedKind) -> None:
     """Have torch's stagers and helpers for state dicts copy tensors of a kind by their parts."""
     around_staging(partial(_stage, kind), partial(_walk, kind))
 
 
-def install_staging_of_dtensors(cls: Any) -> None:
+def install_state_dict_copies_of_dtensors(cls: Any) -> None:
     """Have torch's stagers and helpers for state dicts copy DTensors by their shards."""
 
     def rebuild(tensor: Any, parts: list[torch.Tensor]) -> Any:
@@ -248,7 +248,7 @@ def install_staging_of_dtensors(cls: Any) -> None:
         rebuild=rebuild,
         whole=lambda tensor: cls.full_tensor(tensor.detach()),
     )
-    install_staging(kind)
+    install_state_dict_copies(kind)
 
 
 def _stage(

@@ -16,7 +16,13 @@ import torch
 import torch.distributed as dist
 
 from shoal_dtensor import DTensor
-from shoal_dtensor.internal import ShardedKind, chunks_of, install_staging, refuse_in_c, write_items
+from shoal_dtensor.internal import (
+    ShardedKind,
+    chunks_of,
+    guard_memory_exports,
+    install_state_dict_copies,
+    write_items,
+)
 from shoal_mesh import Comm
 from shoal_mesh.internal import html_table, kind_of, require
 
@@ -496,8 +502,8 @@ class ShardedTensor(ShardedTensorConstructors):
         def whole(tensor: ShardedTensor) -> torch.Tensor:
             return tensor.full_tensor().detach()
 
-        install_staging(ShardedKind(ShardedTensor, parts, rebuild, whole))
-        refuse_in_c(ShardedTensor, ShardedTensor.data_ptr)
+        install_state_dict_copies(ShardedKind(ShardedTensor, parts, rebuild, whole))
+        guard_memory_exports(ShardedTensor, ShardedTensor.data_ptr)
 
 
 ShardingSpec._scatter = ShardedTensor._scatter

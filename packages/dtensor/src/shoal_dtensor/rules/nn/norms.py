@@ -280,6 +280,7 @@ def _normalize_backward(local_call: LocalCall, statistics: Statistics) -> LocalF
             of_input = (scaled - normal * projection) * rstd
         of_weight = (gradient * normal.reshape(x.shape)).sum_to_size(statistics.parameters)
         of_bias = gradient.sum_to_size(statistics.parameters)
+        # `outputs` has a spec for each wanted result only.
         specs = iter(local_call.outputs)
         results: list[Tensor | None] = []
         for is_wanted, result in zip(mask, (of_input, of_weight, of_bias), strict=False):

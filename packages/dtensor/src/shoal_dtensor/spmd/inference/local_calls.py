@@ -1,8 +1,8 @@
 """Comparison of an operator with the computation that its rule runs on shards.
 
-A rule may run another function on shards than the operator. For example, a lookup in a shard of a
-table masks the indices of other ranks. Plain code runs the operator itself, which is correct only
-if the rule's function does nothing else.
+On the shards of DTensors, a rule may replace the operator by another function. For example, a
+lookup in a shard of a table masks the indices that belong to other ranks. A program on local
+tensors calls the operator itself. Its result is right only if the rule, too, runs the operator.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ import torch
 from ..._torch.interception import TorchDispatchMode
 from ..._torch.operators import OpOverload, signature_of
 from ...errors import ShoalTensorError
-from ...layout.tensor_meta import TensorMeta, flatten, mapped
+from ...layout.tensor_meta import flatten, with_tensors
 from ...rules.language.op_call import schema_of
 from ...rules.language.rule import LocalCall, Rule, local_function
 
-# These keep the row-major order of elements, so equal shapes make them equal.
+# Operators that only change the shape of one tensor: they keep the row-major order of its elements,
+# or repeat them along dims of size 1 (expand). The result then follows from the two shapes, so two
+# of these operators are equivalent if their shapes are equal.
 _RESHAPES = frozenset({"view", "_unsafe_view", "_reshape_alias", "reshape", "expand", "squeeze"})
 
 
-class _LocalCall(NamedTuple):
-    """A call of an operator."""
+class _RecordedCall(NamedTuple):
+    """A call of an operator that a function has made."""
 
     operator: OpOverload
     args: tuple[Any, ...]
@@ -32,11 +34,11 @@ class _LocalCall(NamedTuple):
 
 
 class _CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
-    """The operators that a function runs."""
+    """A mode that records the operators that a function calls."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # of torch
-        self.calls: list[_LocalCall] = []
+        self.calls: list[_RecordedCall] = []
 
     def __torch_dispatch__(
         self,
@@ -45,7 +47,7 @@ class _CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of t
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        self.calls.append(_LocalCall(func, args, kwargs or {}))
+        self.calls.append(_RecordedCall(func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -54,18 +56,17 @@ def is_the_operator(rule: Rule, local_call: LocalCall) -> bool:
 
     Args:
         rule: the rule of the operator.
-        local_call: the global call with its decided layouts, as a rank other than 0 sees it.
+        local_call: the global call, the layouts of its tensors, and a rank that runs it. This rank
+            is not rank 0, because a rule may run the operator itself on rank 0 only: an offset is 0
+            there.
     """
+    # No operand moves, so the row of the rule does not communicate.
     function = local_function(rule, local_call, communicates=False)
     if function is None:
+        # The rule has no function of its own for this call.
         return True
     call = local_call.call
-    shapes = iter(local_call.inputs)
-
-    def make(meta: TensorMeta) -> torch.Tensor:
-        return torch.empty(next(shapes).local_shape, dtype=meta.dtype, device="meta")
-
-    args, kwargs = mapped((call.args, {**call.kwargs}), TensorMeta, make)
+    args, kwargs = _local_arguments(local_call)
     if call.schema.is_view and _name(call.op) not in _RESHAPES:
         return _makes_same_views(function, call.op, args, kwargs)
     recorder = _CallRecorder()
@@ -76,12 +77,23 @@ def is_the_operator(rule: Rule, local_call: LocalCall) -> bool:
         return False
     if len(recorder.calls) != 1:
         return False
-    (run,) = recorder.calls
-    if _name(run.operator) in _RESHAPES and _name(call.op) in _RESHAPES:
+    (recorded,) = recorder.calls
+    if _name(recorded.operator) in _RESHAPES and _name(call.op) in _RESHAPES:
         return True
-    if run.operator is not call.op:
+    if recorded.operator is not call.op:
         return False
-    return _numbers(call.op, run.args, run.kwargs) == _numbers(call.op, args, kwargs)
+    recorded_options = _other_arguments(call.op, recorded.args, recorded.kwargs)
+    return recorded_options == _other_arguments(call.op, args, kwargs)
+
+
+def _local_arguments(local_call: LocalCall) -> tuple[Any, dict[str, Any]]:
+    """Return the arguments of a call, with shards on the meta device in place of its tensors."""
+    call = local_call.call
+    shards = []
+    for meta, spec in zip(call.tensors, local_call.inputs, strict=True):
+        shards.append(torch.empty(spec.local_shape, dtype=meta.dtype, device="meta"))
+    args, kwargs = with_tensors((call.args, {**call.kwargs}), shards)
+    return args, kwargs
 
 
 def _makes_same_views(
@@ -98,6 +110,7 @@ def _makes_same_views(
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return the elements of a storage that a view consists of, and their dtype."""
     return tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype
 
 
@@ -105,16 +118,19 @@ def _name(op: OpOverload) -> str:
     return signature_of(op).name.removeprefix("aten::")
 
 
-def _numbers(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call that are not tensors, with defaults."""
+def _other_arguments(
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of a call that are not tensors (sizes, dtypes, flags), with defaults."""
     schema = schema_of(op)
     positional = dict(zip(schema.positional, args, strict=False))
     values = {**schema.defaults, **positional, **kwargs}
-    numbers = {}
+    others = {}
     for name, value in values.items():
         if not _holds_tensors(value):
-            numbers[name] = [*value] if isinstance(value, list | tuple) else value
-    return numbers
+            # A list equals a tuple of the same items.
+            others[name] = [*value] if isinstance(value, list | tuple) else value
+    return others
 
 
 def _holds_tensors(value: Any) -> bool:
