@@ -1,4 +1,9 @@
-"""State of the process that ranks on threads share, kept for each rank while others run."""
+"""Process-wide state that each rank on a thread has of its own: generators, dtype, environment.
+
+The ranks of a lab (see `run.py`) may be threads of one process, of which one runs at a time. When
+another rank continues, the state is captured for the rank that stops, and the state of the rank
+that continues is restored.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +59,10 @@ class RandomStates(NamedTuple):
 
     @staticmethod
     def seed(seed: int) -> None:
-        """Seed all of these generators; speech models draw their masks by NumPy.
+        """Seed torch's, Python's and, if it is imported, NumPy's default generator.
+
+        A model may draw from any of them. For example, the speech models of transformers draw their
+        masks by NumPy.
 
         Args:
             seed: the seed.
@@ -67,7 +75,7 @@ class RandomStates(NamedTuple):
 
 
 class RankState(NamedTuple):
-    """State that each rank on a thread sees as its own.
+    """Random states, default dtype and environment variables of one rank on a thread.
 
     Attributes:
         random: states of the default generators.
@@ -114,7 +122,8 @@ def environment_of(rank: int, size: int) -> dict[str, str]:
     variables = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
     variables |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(size))
     variables["GROUP_RANK"] = "0"
-    # nothing listens there: the rendezvous goes through the lab
+    # Programs read the address, but nothing listens there. `init_process_group` gets the ranks and
+    # the store from the lab.
     variables["MASTER_ADDR"] = "127.0.0.1"
     variables["MASTER_PORT"] = "29500"
     return variables
