@@ -161,7 +161,7 @@ class FSDPModule(ReducingModule):
 
         If this and `reshard_after_forward` are both False, the parameters are gathered once for all
         microbatches of a step.
-        Parameters that an optimizer has written to are gathered again in any case. Set True before
+        Parameters that an optimizer has written to are always gathered again. Set True before
         the last backward of a step, or the parameters stay gathered until the next backward ends.
         """
         for unit in units_of(self, recurse):
@@ -449,7 +449,7 @@ class FSDPModule(ReducingModule):
         module.
 
         Raises:
-            StyleError: if another module is the outermost one. (A RuntimeError too.)
+            StyleError: if another module is the outermost one. It is also a RuntimeError.
         """
         unit = unit_of(self)
         if unit is not unit.schedule.units[0]:
@@ -590,7 +590,7 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
         modules: outermost modules that `fully_shard` was called on.
 
     Raises:
-        StyleError: if one of them is not sharded. (A ValueError too.)
+        StyleError: if one of them is not sharded. It is also a ValueError.
 
     Example:
         >>> from shoal_data_parallel import fully_shard

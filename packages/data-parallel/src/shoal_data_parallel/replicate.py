@@ -470,7 +470,7 @@ class Replicas(Reducer):
             state.gather()
             state.attach()
         self._show_replicas(True)
-        self.writes.begin(self._used_by_modules(), reads_values=self._comparison.is_due())
+        self.writes.begin(self._used_by_modules(), reads_values=self._comparison.decide())
         if self.broadcast_buffers and self.syncs:
             self._send_buffers()
 

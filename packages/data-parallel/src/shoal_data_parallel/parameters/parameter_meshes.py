@@ -107,7 +107,7 @@ class HSDPMeshInfo(FSDPMeshInfo):
         spmd_mesh: the mesh on which parameters are DTensors; by default `mesh`.
 
     Raises:
-        LayoutError: if the mesh lacks an axis of replicas. (A ValueError too.)
+        LayoutError: if there is no axis of replicas. The error is also a ValueError.
 
     Example:
         >>> from shoal_mesh import init_device_mesh

@@ -40,7 +40,11 @@ class MixedPrecisionPolicy:
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = None
 
     def for_parameter(self, parameter: nn.Parameter) -> MixedPrecisionPolicy:
-        """Return the policy of one parameter, which is gathered in its `param_dtype`."""
+        """Return the policy of one parameter; its `param_dtype` is the dtype of gathered values.
+
+        The dtype that `param_dtype_override_fn` returns for the parameter takes the place of
+        `param_dtype`.
+        """
         if self.param_dtype_override_fn is None:
             return self
         dtype = self.param_dtype_override_fn(parameter)
@@ -57,8 +61,8 @@ class CPUOffloadPolicy(OffloadPolicy):
     """A policy that keeps shards, their gradients and the optimizer's state in host memory.
 
     Attributes:
-        pin_memory: whether that memory is pinned, if the mesh is of an accelerator's devices; data
-            in flight to or from the device is pinned in any case.
+        pin_memory: whether shards, gradients and state are in pinned memory. It has no effect on a
+            mesh of CPUs. Buffers for data in flight between host and device are always pinned.
     """
 
     pin_memory: bool = True
@@ -68,14 +72,14 @@ class CPUOffloadPolicy(OffloadPolicy):
 class DataParallelMeshDims:
     """The axes of data parallelism in a mesh on which parameters are DTensors.
 
-    Several axes act as one.
-
     Attributes:
-        shard: the names of the axes over which parameters are sharded.
-        replicate: the names of the axes over which parameters are replicated.
+        shard: the names of the axes over which parameters are sharded. Several axes are flattened
+            to one axis, in the order of the names.
+        replicate: the names of the axes over which parameters are replicated, flattened alike.
 
     Raises:
-        LayoutError: if there are none. (A ValueError too.)
+        LayoutError: if neither `shard` nor `replicate` names an axis. A LayoutError is also a
+            ValueError.
 
     Example:
         >>> dims = DataParallelMeshDims(shard=("data", "context"), replicate="hosts")

@@ -349,6 +349,8 @@ def make_whole(parameters: Sequence[ShardedParameter]) -> None:
         if parameter.extension is not None:
             raise parameter.extension.refuse("stays sharded over the data axes")
         parameter.adopt()
+    # leaves and gradients that are gathered
+    gathered_tensors: list[Tensor] = []
     moves: list[tuple[Spec, Spec]] = []
     shards: list[Tensor] = []
     for parameter in parameters:
@@ -358,17 +360,20 @@ def make_whole(parameters: Sequence[ShardedParameter]) -> None:
             resting = parameter.resting.with_(dtype=tensor.dtype)
             gathered = parameter.gathered.with_(dtype=tensor.dtype)
             shard = local_shard(cast(DTensor, tensor)).detach()
+            gathered_tensors.append(tensor)
             moves.append((resting, gathered))
             shards.append(shard.to(gathered.mesh.device_type))
     with purpose("styles after data parallelism"):
-        arrived = iter(redistribute_shards(shards, moves).wait() if moves else ())
+        arrived = redistribute_shards(shards, moves).wait() if moves else []
+    pairs = zip(gathered_tensors, arrived, strict=True)
+    local_of_tensor = {id(tensor): local for tensor, local in pairs}
 
     def whole(parameter: ShardedParameter, tensor: Tensor) -> Tensor:
         if tensor.is_meta:
             shape = parameter.gathered.local_shape
             local = torch.empty(shape, dtype=tensor.dtype, device="meta")
         else:
-            local = next(arrived)
+            local = local_of_tensor[id(tensor)]
         if parameter.inner is None:
             return local
         return DTensor(local, parameter.inner.with_(dtype=tensor.dtype))

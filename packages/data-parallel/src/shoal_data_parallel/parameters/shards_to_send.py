@@ -37,12 +37,15 @@ def parts_to_send(parameters: Sequence[ShardedParameter]) -> tuple[list[Tensor],
 
     That is one shard for each parameter, unless its class decides what is gathered.
     """
-    plain = iter(shards_to_send([p for p in parameters if p.extension is None]))
+    # Shards of parameters without an extension are copied to the device all together.
+    plain = [i for i, parameter in enumerate(parameters) if parameter.extension is None]
+    shards = shards_to_send([parameters[i] for i in plain])
+    shard_at = dict(zip(plain, shards, strict=True))
     tensors: list[Tensor] = []
     moves: list[Move] = []
-    for parameter in parameters:
+    for i, parameter in enumerate(parameters):
         if parameter.extension is None:
-            tensors.append(next(plain))
+            tensors.append(shard_at[i])
             moves.append((parameter.resting, parameter.gathered))
             continue
         shard = parameter.shard_on_device()

@@ -1,8 +1,8 @@
 """The gathered parameters of a unit, which have memory only while they are used.
 
-`release` frees the memory, unless the user keeps it. The tensors remain, because autograd's graph
-refers to them, and the next gather allocates memory for the same tensors. `Views` has views of the
-tensors, as modules see them.
+`release` frees the memory, unless `keep_unsharded_storage` keeps it. The tensors remain, because
+autograd's graph refers to them, and the next gather allocates memory for the same tensors. `Views`
+has views of the tensors, as modules see them.
 """
 
 from __future__ import annotations
@@ -25,47 +25,57 @@ from shoal_mesh.internal import observers
 from ..parameters.sharded_parameters import ShardedParameter
 from ..parameters.written_values import digest_of
 
+# The default process group, then for each leaf its version, the version of its shard, the shard's
+# memory and its dtype (`Unit.versions`).
 Versions = list[tuple[object, ...]]
 
 
 class ValueComparison:
-    """The choice of the forwards whose parameters are compared value by value.
+    """Choice between two ways to find a forward that writes to the parameters of one module.
 
-    These are the first forward with gradients, and every one in `lockstep()` and
-    `checked_replicas()`. The others compare versions, which a write through `p.data` does not have.
+    The first forward with gradients compares values, and so does every forward inside `lockstep()`
+    or `checked_replicas()`. Other forwards compare version counters, which a write through `p.data`
+    does not change.
     """
 
     def __init__(self) -> None:
-        self._was_made = False
+        self._had_forward_with_gradients = False
 
-    def is_due(self) -> bool:
-        """Return whether values are read now, and again at the end of the forward."""
+    def decide(self) -> bool:
+        """Decide whether values are read now, and again at the end of the forward.
+
+        A call for a forward with gradients changes the state: the next one is not the first.
+        """
         if is_compiling():
             return False
-        is_first = torch.is_grad_enabled() and not self._was_made
-        self._was_made |= is_first
-        # empty lists outside of every block, in which alone replicas may be compared
-        has_block = bool(open_blocks or observers)
-        return is_first or (has_block and replicas_are_compared())
+        is_first = torch.is_grad_enabled() and not self._had_forward_with_gradients
+        if is_first:
+            self._had_forward_with_gradients = True
+        # A quick test: `lockstep()` and `checked_replicas()` are blocks, and both lists are empty
+        # outside of all blocks.
+        is_in_block = bool(open_blocks or observers)
+        return is_first or (is_in_block and replicas_are_compared())
 
 
 @dataclass(slots=True, eq=False)
 class Gathered:
     """The gathered parameters of a unit, from a forward to its backward."""
 
-    # the versions of the leaves when they were gathered (`Unit.versions`)
+    # the versions of the leaves when they were gathered
     versions: Versions
     # the gathered local tensors, one per parameter
     tensors: list[Tensor] = field(default_factory=list)
-    # the tensors that collectives write to: gathered tensors, and the outputs from which a
-    # `GatherExtension` makes a gathered tensor
+    # the tensors that collectives write to, parameter by parameter: a gathered tensor, or the
+    # outputs from which a `GatherExtension` makes a gathered tensor
     received: list[Tensor] = field(default_factory=list)
     # the inner tensors that `fsdp_post_all_gather` returns: they own memory of gathered tensors
     inner: list[Tensor] = field(default_factory=list)
     # without values the tensors only hold their place in autograd's graph
     has_values: bool = False
-    # the version of each tensor when it was filled, and its digest if the values were read then
-    versions_when_filled: Sequence[int] = ()
+    # for each tensor of `tensors`, torch's counter of writes (`_version`) when it was filled
+    counters_when_filled: Sequence[int] = ()
+    # for each tensor of `tensors`, the digest of its values when it was filled; empty if the values
+    # were not read
     digests_when_filled: Sequence[Tensor] = ()
     # with `reshard_after_forward=<int>`: this rank's larger shards, from the end of a forward to
     # the next gather
@@ -87,15 +97,15 @@ class Gathered:
         is_first = not self.tensors
         for tensor in self.inner:
             _resize(tensor, tensor.numel() * tensor.element_size())
-        arrived = iter(self.received)
+        outputs_by_parameter = self._received_by_parameter(parameters)
         for i, parameter in enumerate(parameters):
+            outputs = outputs_by_parameter[i]
             extension = parameter.extension
             if extension is None:
-                tensor = next(arrived)
+                # The collective has written to the gathered tensor itself.
                 if is_first:
-                    self.tensors.append(tensor)
+                    self.tensors += outputs
                 continue
-            outputs = [next(arrived) for _ in extension.lengths or ()]
             shard = parameter.shard_on_device()
             if not is_first:
                 extension.refill(shard, outputs, self.tensors[i])
@@ -104,27 +114,50 @@ class Gathered:
             self.tensors.append(tensor)
             self.inner += inner
 
+    def _received_by_parameter(self, parameters: Sequence[ShardedParameter]) -> list[list[Tensor]]:
+        """Return `received`, divided among the parameters."""
+        outputs_by_parameter = []
+        start = 0
+        for parameter in parameters:
+            # An extension sends any number of tensors, and has the lengths of each of them.
+            extension = parameter.extension
+            count = 1 if extension is None else len(extension.lengths or ())
+            outputs_by_parameter.append(self.received[start : start + count])
+            start += count
+        assert start == len(self.received), "all that arrives belongs to a parameter"
+        return outputs_by_parameter
+
     def note_values(self, *, reads_values: bool) -> None:
-        """Note that the tensors have values now, and which ones if `reads_values` is true."""
+        """Note that the tensors have values now.
+
+        Args:
+            reads_values: whether to note digests of the values, too.
+        """
         self.has_values = True
-        self.versions_when_filled = [tensor._version for tensor in self.tensors]
+        self.counters_when_filled = [tensor._version for tensor in self.tensors]
         are_fake = any(isinstance(tensor, FakeTensor) for tensor in self.tensors)
         reads_values = reads_values and not are_fake
         self.digests_when_filled = [*map(digest_of, self.tensors)] if reads_values else []
 
     @property
     def were_written(self) -> bool:
-        """True if a tensor was written to since it was filled, as its version says."""
-        return self.versions_when_filled != [tensor._version for tensor in self.tensors]
+        """True if torch has counted a write to a tensor since it was filled."""
+        return self.counters_when_filled != [tensor._version for tensor in self.tensors]
 
     @property
     def have_other_values(self) -> bool:
-        """True if values were read when they were filled, and differ now."""
-        digests = zip(self.digests_when_filled, self.tensors, strict=False)
-        return any(not torch.equal(digest, digest_of(tensor)) for digest, tensor in digests)
+        """True if values were read when the tensors were filled, and differ from the values now."""
+        if not self.digests_when_filled:
+            return False
+        pairs = zip(self.digests_when_filled, self.tensors, strict=True)
+        return any(not torch.equal(digest, digest_of(tensor)) for digest, tensor in pairs)
 
     def release(self, *, keeps_memory: bool) -> None:
-        """Release the values of all gathered tensors, and their memory."""
+        """Declare the values of all gathered tensors invalid, and free the tensors' memory.
+
+        Args:
+            keeps_memory: whether the memory is not freed.
+        """
         self.has_values = False
         self.shards = []
         if keeps_memory:
@@ -144,8 +177,10 @@ def _resize(tensor: Tensor, size: int) -> None:
 
 
 class Views(list[Tensor]):
-    """Views of the gathered tensors, as modules see them.
+    """A list of views of the gathered tensors, as modules see them.
 
     A unit refers to its views only while modules see them. The autograd graph of the views refers
-    to the unit, and the garbage collector would not find this cycle.
+    to the unit, and the garbage collector would not find this cycle. A `Forward`, which lives
+    longer, has a weak reference to the list. Python has weak references to instances of a subclass
+    of list, but not of list itself.
     """

@@ -404,7 +404,7 @@ class Unit(Group):
             in_flight.values.wait(lambda: current.allocate(in_flight.layouts))
             current.complete(self.parameters)
         current.shards = []
-        current.note_values(reads_values=self.comparison.is_due())
+        current.note_values(reads_values=self.comparison.decide())
 
     def _replace_gathered(self, versions: Versions) -> Gathered:
         """Return the object for newer values of the leaves.

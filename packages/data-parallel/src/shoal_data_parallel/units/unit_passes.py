@@ -120,7 +120,7 @@ def _before(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any,
     """
     scope = unit.scope
     continues = scope.forward is not None and unit.exposed is not None and module in scope.awaited
-    # `_after` leaves one block in any case, so one is entered before gathering, which may raise
+    # `_after` always leaves one block, so one is entered before gathering, which may raise
     scope.enter_guard(nullcontext())
     if not continues:
         scope.begin(unit.modules)
