@@ -1,4 +1,9 @@
-"""Assertions, queries and boundaries of types: functions without communication or changed values.
+"""Functions that assert and read types, and blocks in which types are checked in another way.
+
+They do not communicate and do not change values. Along a mesh axis, a tensor has one of the types R
+(replicated), I (invariant: replicated, with equal gradients), V (varying: each rank has values of
+its own), P (addends of a pending sum) and S(i) (V, and a shard of dim i of a global tensor). The
+*local type* of a tensor has V in the place of S(i); the partition spec has the dims.
 
 May import: scalar, types.
 """
@@ -22,6 +27,7 @@ from shoal_dtensor.internal import (
     pytree,
     spmd,
 )
+from shoal_mesh import DeviceMesh
 
 from .scalar import Scalar
 from .types import PartitionSpec, SpmdType, entry_of
@@ -47,7 +53,7 @@ def has_local_type(tensor: Any) -> bool:
 
 
 def get_local_type(value: Any) -> dict[spmd.MeshAxis, spmd.AxisType]:
-    """Return the type of a tensor on each axis, with V for shards.
+    """Return the local type of a tensor: its type on each axis, with V in the place of S(i).
 
     Args:
         value: a tensor with a type, or a `Scalar`.
@@ -67,7 +73,7 @@ def get_local_type(value: Any) -> dict[spmd.MeshAxis, spmd.AxisType]:
 
 
 def get_axis_local_type(tensor: Any, axis: Any) -> spmd.AxisType:
-    """Return the type of a tensor on one axis, with V for shards.
+    """Return the local type of a tensor on one axis: V in the place of S(i).
 
     Args:
         tensor: a tensor with a type.
@@ -91,7 +97,7 @@ def get_axis_local_type(tensor: Any, axis: Any) -> spmd.AxisType:
 
 
 def maybe_get_axis_local_type(tensor: Any, axis: Any) -> spmd.AxisType | None:
-    """Return the type of a tensor on one axis, with V for shards; None if it has no type there.
+    """Return the local type of a tensor on one axis; None if it does not have a type there.
 
     Args:
         tensor: a tensor.
@@ -120,10 +126,18 @@ def get_partition_spec(tensor: Any) -> PartitionSpec | None:
         PartitionSpec(dp, None)
     """
     present = spmd.type_of(tensor)
-    if present is None or not present.dims:
+    if present is None:
         return None
-    axes_by_dim = [present.dims.get(dim, ()) for dim in range(tensor.ndim)]
-    return PartitionSpec(*map(entry_of, axes_by_dim))
+    return _partition_spec_of(present, tensor.ndim)
+
+
+def _partition_spec_of(tensor_type: spmd.TensorType, ndim: int) -> PartitionSpec | None:
+    """Return the axes that shard each of `ndim` dims; None if no axis does."""
+    if not tensor_type.dims:
+        return None
+    # An entry is None, an axis, or a tuple of axes: PartitionSpec(dp, None, (tp, cp)).
+    entries = [entry_of(tensor_type.dims.get(dim, ())) for dim in range(ndim)]
+    return PartitionSpec(*entries)
 
 
 def _type_of(tensor: Any) -> spmd.TensorType:
@@ -141,11 +155,12 @@ def _type_of(tensor: Any) -> spmd.TensorType:
 
 
 def merge_types(*types: TypeArgument) -> SpmdType:
-    """Merge types of some axes into one type; a bare type is for all axes that no other names.
+    """Merge types of some axes into one type.
 
     Args:
         types: dicts by axis, values of `SpmdType` or `PartitionSpec`, one bare type such as R, or
-            None.
+            None. The bare type is the type on those axes of the current mesh that the other
+            arguments do not name.
 
     Raises:
         SpmdTypeError: if the types contradict each other, or a bare type is given without a current
@@ -171,23 +186,25 @@ def merge_types(*types: TypeArgument) -> SpmdType:
                 )
             bare = item
             continue
-        by_axis, its_spec = _parts(item)
-        for axis, axis_type in by_axis.items():
-            first = merged.setdefault(axis, axis_type)
-            if first is not axis_type:
+        types_by_axis, spec_of_item = _types_and_spec_of(item)
+        for axis, axis_type in types_by_axis.items():
+            # Equal types are one object.
+            if axis in merged and merged[axis] is not axis_type:
                 raise SpmdTypeError(
-                    f"merge_types: {axis!r} is {first} in one argument and {axis_type} in another"
+                    f"merge_types: {axis!r} is {merged[axis]} in one argument and {axis_type} in "
+                    "another"
                 )
-        if its_spec is not None:
-            if spec is not None and spec != its_spec:
-                raise SpmdTypeError(f"merge_types: {spec} and {its_spec} differ")
-            spec = its_spec
+            merged[axis] = axis_type
+        if spec_of_item is not None:
+            if spec is not None and spec != spec_of_item:
+                raise SpmdTypeError(f"merge_types: {spec} and {spec_of_item} differ")
+            spec = spec_of_item
     if bare is not None:
         merged = _fill_other_axes(merged, spec, bare)
     return SpmdType(merged, spec)
 
 
-def _parts(item: Any) -> tuple[Mapping[Any, Any], PartitionSpec | None]:
+def _types_and_spec_of(item: Any) -> tuple[Mapping[Any, Any], PartitionSpec | None]:
     """Return the types by axis and the partition spec of an argument."""
     if isinstance(item, SpmdType):
         return item.local_type, item.partition_spec
@@ -224,9 +241,13 @@ def assert_type(
     """Give a tensor a type, or compare a type with the one that the tensor has.
 
     S(i) refines V; other types must be equal. Outside of `typecheck` the function does nothing,
-    with two exceptions. A parameter without a type gets one, because programs make parameters
-    before they enter `typecheck`. In the forward of a parallel module that draws random numbers,
-    the type is the layout by which a rank draws its shard of one device's numbers.
+    with two exceptions:
+
+    - A parameter without a type gets one, because programs make parameters before they enter
+      `typecheck`.
+    - While a parallel module with random operators runs its forward, a watch records the layouts of
+      plain tensors, so that a rank draws its shard of one device's random numbers. There the
+      asserted type declares the layout of the tensor.
 
     Args:
         tensor: a tensor, or a list or tuple of tensors.
@@ -252,22 +273,28 @@ def assert_type(
         kind: Any = type(tensor)
         return kind([assert_type(item, *types, partition_spec=partition_spec) for item in tensor])
     watch = current_watch()
-    is_checked = spmd.is_active() or _is_new_parameter(tensor)
-    if not is_checked and watch is None:
+    gets_type = spmd.is_active() or _is_new_parameter(tensor)
+    if not gets_type and watch is None:
         return tensor
-    mesh_of_watch: AbstractContextManager[Any] = nullcontext()
-    if watch is not None and spmd.MESH.get() is None:
-        mesh_of_watch = spmd.set_current_mesh(watch.mesh)
-    with mesh_of_watch:
+    # A watch has a mesh, by which names of axes are read if no mesh is current.
+    watch_mesh = None if watch is None else watch.mesh
+    with _mesh_for_names(watch_mesh):
         try:
             merged = merge_types(*types, partition_spec)
         except SpmdTypeError as error:
             raise SpmdTypeError(f"{spmd.user_line()}: assert_type: {error}") from None
-        if is_checked:
+        if gets_type:
             spmd.assert_tensor_type(tensor, merged.local_type, merged.partition_spec)
         if watch is not None:
             assert_layout(tensor, watch.mesh, merged.local_type, merged.partition_spec)
     return tensor
+
+
+def _mesh_for_names(default: DeviceMesh | None) -> AbstractContextManager[Any]:
+    """Return a block in which a mesh is current: as before, or the default if there was none."""
+    if default is None or spmd.MESH.get() is not None:
+        return nullcontext()
+    return spmd.set_current_mesh(default)
 
 
 def _is_new_parameter(tensor: Any) -> bool:
@@ -317,9 +344,11 @@ def assert_type_like(
         ...     get_local_type(y)
         {dp: V, tp: R}
     """
+    # `is_active` is true in the whole `typecheck` block, also where checks of operators are paused
+    # and `is_type_checking` is false.
     if not spmd.is_active():
         return
-    _assert_exact(tensor, _overridden(_type_of(source), overrides))
+    _assert_tensor_type(tensor, _overridden(_type_of(source), overrides))
 
 
 def assert_local_type_like(
@@ -345,7 +374,7 @@ def assert_local_type_like(
     """
     if not spmd.is_active():
         return
-    _assert_exact(tensor, _overridden(_type_of(source).without_dims(), overrides))
+    _assert_tensor_type(tensor, _overridden(_type_of(source).without_dims(), overrides))
 
 
 def _overridden(
@@ -357,17 +386,15 @@ def _overridden(
     return tensor_type
 
 
-def _assert_exact(tensor: Any, wanted: spmd.TensorType) -> None:
-    """Assert a type, with the axes of sharded dims as a partition spec."""
-    by_axis = wanted.by_axis.items()
-    local: dict[Any, Any] = {
-        axis: axis_type for axis, axis_type in by_axis if not isinstance(axis_type, Shard)
-    }
-    spec: PartitionSpec | None = None
-    if wanted.dims:
-        entries = [wanted.dims.get(dim) or None for dim in range(tensor.ndim)]
-        spec = PartitionSpec(*entries)
-    spmd.assert_tensor_type(tensor, local, spec)
+def _assert_tensor_type(tensor: Any, wanted: spmd.TensorType) -> None:
+    """Assert the type of another tensor.
+
+    Its shards are asserted as a partition spec, which has the order of axes that shard one dim.
+    S(i) by axis does not have this order.
+    """
+    pairs = wanted.by_axis.items()
+    by_axis: dict[Any, Any] = {axis: kind for axis, kind in pairs if not isinstance(kind, Shard)}
+    spmd.assert_tensor_type(tensor, by_axis, _partition_spec_of(wanted, tensor.ndim))
 
 
 def mutate_type(tensor: torch.Tensor, axis: Any = None, *, src: Any, dst: Any) -> torch.Tensor:
@@ -391,13 +418,12 @@ def mutate_type(tensor: torch.Tensor, axis: Any = None, *, src: Any, dst: Any) -
         ...     get_local_type(mutate_type(x, "tp", src=V, dst=R))
         {tp: R}
     """
-    present = spmd.type_of(tensor)
-    if present is None and not spmd.is_type_checking():
+    if not spmd.is_type_checking() and spmd.type_of(tensor) is None:
         return tensor
     present = _type_of(tensor)
     all_axes = [*present.by_axis]
-    before = _by_axis(src, axis, dst, all_axes)
-    after = _by_axis(dst, axis, src, all_axes)
+    before = _types_by_axis(src, axis=axis, counterpart=dst, all_axes=all_axes)
+    after = _types_by_axis(dst, axis=axis, counterpart=src, all_axes=all_axes)
     if before.keys() != after.keys():
         raise SpmdTypeError(
             f"mutate_type: src and dst must have the same axes, got {[*before]} and {[*after]}"
@@ -416,25 +442,28 @@ def mutate_type(tensor: torch.Tensor, axis: Any = None, *, src: Any, dst: Any) -
     return tensor
 
 
-def _by_axis(
-    types: Any, axis: Any, others: Any, every: Sequence[spmd.MeshAxis]
+def _types_by_axis(
+    types: Any, *, axis: Any, counterpart: Any, all_axes: Sequence[spmd.MeshAxis]
 ) -> dict[spmd.MeshAxis, Any]:
-    """Return types by axis.
+    """Return `src` or `dst` of `mutate_type` as types by axis.
+
+    A single type is for `axis`. If that is None, it is for the axes that the counterpart names, or
+    else for all axes.
 
     Args:
         types: types by axis, or a single type.
-        axis: the axis of a single type, or None.
-        others: types by axis whose axes a single type has otherwise, or a single type.
-        every: the axes that a single type has if neither names axes.
+        axis: the argument of `mutate_type`.
+        counterpart: `dst` if `types` is `src`, and the other way around.
+        all_axes: the axes on which the tensor has a type.
     """
     if isinstance(types, Mapping):
         return {spmd.normalize_axis(name): axis_type for name, axis_type in types.items()}
     if axis is not None:
         return {spmd.normalize_axis(axis): types}
-    if isinstance(others, Mapping):
-        axes = [spmd.normalize_axis(name) for name in others]
+    if isinstance(counterpart, Mapping):
+        axes = [spmd.normalize_axis(name) for name in counterpart]
         return dict.fromkeys(axes, types)
-    return dict.fromkeys(every, types)
+    return dict.fromkeys(all_axes, types)
 
 
 def reinterpret_no_grad(tensor: torch.Tensor, axis: Any, *, dst: Any) -> torch.Tensor:

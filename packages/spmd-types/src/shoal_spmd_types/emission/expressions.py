@@ -1,5 +1,8 @@
 """Python text of operators and moves, the most readable form first.
 
+R, I, P and S(dim) in texts are the types of tensors along a mesh axis: replicated, invariant (with
+equal gradients), addends of a pending sum, and shard.
+
 May import: recorder, trace.
 """
 
@@ -17,7 +20,8 @@ from shoal_dtensor.internal import Step, signature_of
 from .recorder import EmissionError
 from .trace import TracedOperation, TracedValue
 
-Names = Callable[[TracedValue], str]
+# Function from a value to the name of its variable in the emitted program.
+NameOf = Callable[[TracedValue], str]
 
 _INFIX = {
     "aten::add": "+",
@@ -41,20 +45,21 @@ _END = str(2**63 - 1)
 _ATTENTION = "aten::_scaled_dot_product"
 
 
-def literal(value: Any, names: Names) -> str:
+def literal(value: Any, name_of: NameOf) -> str:
     """Return the text of an argument."""
     if isinstance(value, TracedValue):
-        return names(value)
+        return name_of(value)
     if isinstance(value, list):
-        items = [literal(item, names) for item in value]
+        items = [literal(item, name_of) for item in value]
         return f"[{', '.join(items)}]"
     if isinstance(value, tuple):
-        items = [literal(item, names) for item in value]
+        items = [literal(item, name_of) for item in value]
         comma = "," if len(items) == 1 else ""
         return f"({', '.join(items)}{comma})"
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
     if isinstance(value, torch.device):
+        # The index is a rank's own; without it, torch takes the rank's current device.
         return f'"{value.type}"'
     if value is None or isinstance(value, bool | int | float | str | torch.dtype):
         return repr(value)
@@ -63,7 +68,7 @@ def literal(value: Any, names: Names) -> str:
     raise EmissionError(f"emit: an argument {value!r} of an operator has no text")
 
 
-def operator_texts(operation: TracedOperation, names: Names) -> list[str]:
+def operator_texts(operation: TracedOperation, name_of: NameOf) -> list[str]:
     """Return texts of an operator call, the most readable first.
 
     They are a sign such as `+`, special forms, a method, functions of torch, and at last the
@@ -71,10 +76,10 @@ def operator_texts(operation: TracedOperation, names: Names) -> list[str]:
     """
     schema = signature_of(operation.operator)
     name = schema.name.removeprefix("aten::")
-    args = [literal(arg, names) for arg in operation.args]
-    named = _named_arguments(operation.kwargs, names)
+    args = [literal(arg, name_of) for arg in operation.args]
+    named = _named_arguments(operation.kwargs, name_of)
     texts = _sign_texts(schema.name, args) if not named else []
-    texts += _special_texts(operation, args, named, names)
+    texts += _special_texts(operation, args, named, name_of)
     if schema.name in _VIEWS:
         texts += _method_texts("view", operation, args, named)
         texts += _method_texts("reshape", operation, args, named)
@@ -91,6 +96,7 @@ def operator_texts(operation: TracedOperation, names: Names) -> list[str]:
 
 def _sign_texts(name: str, args: Sequence[str]) -> list[str]:
     """Return a sign with its operands, such as `x + y`; [] for operators without a sign."""
+    # Operands are names or literals. Only a negative number needs parentheses: (-2) ** x.
     operands = [f"({text})" if text.startswith("-") else text for text in args]
     if name in _INFIX and len(args) == 2:
         return [f"{operands[0]} {_INFIX[name]} {operands[1]}"]
@@ -100,16 +106,18 @@ def _sign_texts(name: str, args: Sequence[str]) -> list[str]:
 
 
 def _special_texts(
-    operation: TracedOperation, args: Sequence[str], named: Sequence[str], names: Names
+    operation: TracedOperation, args: Sequence[str], named: Sequence[str], name_of: NameOf
 ) -> list[str]:
     """Return the text of an operator whose function has another name or other arguments; or []."""
     name = signature_of(operation.operator).name
     if name.startswith(_ATTENTION):
-        return [_attention_text(operation, names)]
+        return [_attention_text(operation, name_of)]
     match name:
         case "aten::slice":
             return [_slice_text(operation.args, args)]
         case "aten::index":
+            # The second argument is a list of index tensors. Its text `[rows, columns]` has the
+            # brackets of the index: `x[rows, columns]`.
             return [f"{args[0]}{args[1]}"]
         case "aten::native_layer_norm":
             return [f"F.layer_norm({', '.join(args)})"]
@@ -125,8 +133,8 @@ def _path(operator: Any) -> str:
     return f"{namespace}.{name}.{operator._overloadname}"
 
 
-def _named_arguments(kwargs: Mapping[str, Any], names: Names) -> list[str]:
-    return [f"{name}={literal(value, names)}" for name, value in kwargs.items()]
+def _named_arguments(kwargs: Mapping[str, Any], name_of: NameOf) -> list[str]:
+    return [f"{name}={literal(value, name_of)}" for name, value in kwargs.items()]
 
 
 def _without_defaults(named: Sequence[str]) -> list[str]:
@@ -162,8 +170,11 @@ def _slice_text(values: Sequence[Any], args: Sequence[str]) -> str:
     of_step = "" if step == "1" else f":{step}"
     bounds = f"{_unless(start, '0')}:{_unless(end, _END)}{of_step}"
     if dim < 0:
-        after = ", :" * (-1 - dim)
+        # dim -1: x[..., 4:8], dim -2: x[..., 4:8, :]
+        dims_after = -dim - 1
+        after = ", :" * dims_after
         return f"{args[0]}[..., {bounds}{after}]"
+    # dim 2: x[:, :, 4:8]
     before = ":, " * dim
     return f"{args[0]}[{before}{bounds}]"
 
@@ -179,15 +190,15 @@ def _unless(text: str, default: str) -> str:
     return "" if text == default else text
 
 
-def _attention_text(operation: TracedOperation, names: Names) -> str:
+def _attention_text(operation: TracedOperation, name_of: NameOf) -> str:
     """Return attention as a call of the function that chooses the kernel."""
     arguments = [argument.name for argument in signature_of(operation.operator).arguments]
     values = dict(zip(arguments, operation.args, strict=False))
     values |= operation.kwargs
-    text = ", ".join([literal(values[name], names) for name in ("query", "key", "value")])
+    text = ", ".join([literal(values[name], name_of) for name in ("query", "key", "value")])
     mask = values.get("attn_mask", values.get("attn_bias"))
     if mask is not None:
-        text += f", attn_mask={literal(mask, names)}"
+        text += f", attn_mask={literal(mask, name_of)}"
     if values.get("is_causal"):
         text += ", is_causal=True"
     if values.get("scale") is not None:
@@ -210,12 +221,16 @@ def move_text(step: Step, source: str, target_is_r: bool, source_is_r: bool) -> 
     Raises:
         EmissionError: if no typed function does the step.
     """
-    if len(step.axes) != 1 or not (step.src.even and step.dst.even):
+    # In an even layout all shards of a dim have one size.
+    has_even_shards = step.src.even and step.dst.even
+    if len(step.axes) != 1 or not has_even_shards:
         raise _no_typed_function(step)
     axis = step.axes[0]
     name = step.src.mesh.axis_names[axis]
     whole = "R" if target_is_r else "I"
     whole_source = "R" if source_is_r else "I"
+    # `step.dims` are the tensor dims whose sharding along the axis changes: the dim of a shard, and
+    # for AllToAll the dims of the shard before and after.
     if step.name == "AllReduce" and step.divisor == 1 and step.op != "avg":
         src = "P" if step.op == "sum" else f'pending("{step.op}")'
         return f'all_reduce({source}, "{name}", src={src}, dst={whole})'
@@ -224,23 +239,28 @@ def move_text(step: Step, source: str, target_is_r: bool, source_is_r: bool) -> 
     if step.name == "ReduceScatter" and step.divisor == 1 and step.op == "sum":
         return f'reduce_scatter({source}, "{name}", src=P, dst=S({step.dims[0]}))'
     if step.name == "AllToAll":
-        first, second = step.dims
-        return f'all_to_all({source}, "{name}", src=S({first}), dst=S({second}))'
+        dim_before, dim_after = step.dims
+        return f'all_to_all({source}, "{name}", src=S({dim_before}), dst=S({dim_after}))'
     if step.name == "Slice":
         return f'convert({source}, "{name}", src={whole_source}, dst=S({step.dims[0]}))'
-    if step.name == "MakePartial" and not step.dims and _makes_sum(step, axis):
-        expert = "" if source_is_r else ", expert_mode=True"
-        return f'convert({source}, "{name}", src={whole_source}, dst=P{expert})'
+    if step.name == "MakePartial" and _makes_sum_of_whole(step, axis):
+        # `convert` asks for a confirmation of I -> P.
+        confirmation = "" if source_is_r else ", expert_mode=True"
+        return f'convert({source}, "{name}", src={whole_source}, dst=P{confirmation})'
     raise _no_typed_function(step)
 
 
-def _makes_sum(step: Step, axis: int) -> bool:
-    return (axis, "sum") in step.dst.partials and step.src.placements[axis].is_replicate()
+def _makes_sum_of_whole(step: Step, axis: int) -> bool:
+    """Return whether a step makes a pending sum of a tensor that is replicated along the axis."""
+    changes_shards = bool(step.dims)
+    is_whole = step.src.placements[axis].is_replicate()
+    return not changes_shards and is_whole and (axis, "sum") in step.dst.partials
 
 
 def _no_typed_function(step: Step) -> EmissionError:
     return EmissionError(
         f"emit: no typed collective does the step {step.line()} from {step.src!r} to {step.dst!r}: "
-        "they work along one axis, on shards of equal sizes and sums. Place the output of a module "
-        "before this one in the plan"
+        "typed collectives work along one axis, on shards of equal sizes, and reduce sums "
+        "(all_reduce also max, min and product). Give the output of an earlier module another "
+        "placement in the plan, so that this step is not needed"
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from shoal_dtensor.internal import Step
 
-from .expressions import Names, move_text, operator_texts
+from .expressions import NameOf, move_text, operator_texts
 from .linear_layers import LinearLayer, linear_layers
 from .sides import ProgramSides
 from .trace import Entry, Movement, TracedOperation, TracedValue
@@ -33,7 +33,7 @@ class Statement:
 
     operands: list[TracedValue]
     outputs: list[TracedValue]
-    texts: Callable[[Names], list[str]]
+    texts: Callable[[NameOf], list[str]]
     operations: tuple[TracedOperation, ...]
     path: str
     parts: list[Statement] = field(default_factory=list)
@@ -75,8 +75,8 @@ class Statements:
         """Return the statement of an operation, after the conversions of its operands."""
         converted = self._conversions(operation)
 
-        def texts(names: Names) -> list[str]:
-            found = operator_texts(operation, lambda value: names(converted.get(value, value)))
+        def texts(name_of: NameOf) -> list[str]:
+            found = operator_texts(operation, lambda value: name_of(converted.get(value, value)))
             if not operation.cuts_gradient:
                 return found
             return [f"({text}).detach()" for text in found]
@@ -110,8 +110,8 @@ class Statements:
             output = replace(value, parameter="", is_input=False, hint=f"{hint}_r" if hint else "")
             name = self._axes[axes[-1]]
 
-            def texts(names: Names) -> list[str]:
-                return [f'convert({names(source)}, "{name}", src=I, dst=R)']
+            def texts(name_of: NameOf) -> list[str]:
+                return [f'convert({name_of(source)}, "{name}", src=I, dst=R)']
 
             self._converted[key] = output
             self.found.append(Statement([source], [output], texts, (), path=path))
@@ -126,7 +126,7 @@ class Statements:
             source = self._convert(source, axes, movement.path)
         if not movement.plan.steps:
             # A move without steps is recorded only where its result has no gradient.
-            make = _detached(lambda names: [names(source)])
+            make = _detached(lambda name_of: [name_of(source)])
             return [Statement([source], [movement.output], make, (), path=movement.path)]
         for step in movement.plan.steps:
             output = movement.output
@@ -141,15 +141,15 @@ class Statements:
 
     def _move_texts(
         self, step: Step, source: TracedValue, target: TracedValue
-    ) -> Callable[[Names], list[str]]:
+    ) -> Callable[[NameOf], list[str]]:
         """Return the text of one step towards a target."""
         if step.name == "Reshape":
             shape = ", ".join(map(str, step.dst.local_shape))
-            return lambda names: [f"{names(source)}.reshape({shape})"]
+            return lambda name_of: [f"{name_of(source)}.reshape({shape})"]
         is_along_one = len(step.axes) == 1
         source_is_r = is_along_one and self._sides.is_r(source, step.axes[0])
         target_is_r = is_along_one and self._sides.is_r(target, step.axes[0])
-        return lambda names: [move_text(step, names(source), target_is_r, source_is_r)]
+        return lambda name_of: [move_text(step, name_of(source), target_is_r, source_is_r)]
 
     def _linear(self, layer: LinearLayer) -> Statement:
         """Return the statement of a linear layer, with a statement for each operator as parts."""
@@ -163,8 +163,8 @@ class Statements:
         if len(layer.product.args) == 3:
             operands.append(parts[id(layer.product)].operands[0])
 
-        def texts(names: Names) -> list[str]:
-            return [f"F.linear({', '.join(map(names, operands))})"]
+        def texts(name_of: NameOf) -> list[str]:
+            return [f"F.linear({', '.join(map(name_of, operands))})"]
 
         last = layer.operations[-1]
         return Statement(
@@ -178,6 +178,6 @@ class Statements:
         )
 
 
-def _detached(texts: Callable[[Names], list[str]]) -> Callable[[Names], list[str]]:
+def _detached(texts: Callable[[NameOf], list[str]]) -> Callable[[NameOf], list[str]]:
     """Return a function that adds `.detach()` to texts."""
-    return lambda names: [f"{text}.detach()" for text in texts(names)]
+    return lambda name_of: [f"{text}.detach()" for text in texts(name_of)]
