@@ -15,7 +15,7 @@ from torch import nn, optim
 from shoal_mesh.internal import require
 
 from ..errors import ArgumentTypeError, CheckpointError, ParameterError, UnsupportedOpError
-from ..ops.dispatch import with_layout_of
+from ..ops.dispatch import local_tensors_in_layout_of
 from ..tensor.sharded_tensor import ShardedTensor
 
 Named = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
@@ -232,7 +232,7 @@ class ShardedOptimizer(optim.Optimizer):
             pairs = zip(values, local_tensors, strict=True)
             has_shape = all(_has_shape_of(value, local) for value, local in pairs)
             if has_shape and isinstance(parameter, ShardedTensor):
-                entries[key] = parameter._with(values)
+                entries[key] = parameter._with_local_tensors(values)
             else:
                 entries[key] = first
         return entries
@@ -265,7 +265,9 @@ class ShardedOptimizer(optim.Optimizer):
             for key, value in sorted(state[name].items()):
                 values: list[Any] = [value] * len(local_tensors)
                 if isinstance(parameter, ShardedTensor) and isinstance(value, ShardedTensor):
-                    values = [moved.detach() for moved in with_layout_of(parameter, value)]
+                    values = [
+                        moved.detach() for moved in local_tensors_in_layout_of(parameter, value)
+                    ]
                 for local, entry in zip(local_tensors, values, strict=True):
                     is_tensor = isinstance(entry, torch.Tensor)
                     loaded[local][key] = entry.clone() if is_tensor else entry

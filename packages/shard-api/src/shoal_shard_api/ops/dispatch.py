@@ -44,7 +44,7 @@ CustomOp = Callable[[tuple[type, ...], tuple[Any, ...], "dict[str, Any]", Proces
 _OVERRIDES: dict[tuple[type | None, Function], CustomOp] = {}
 
 
-def with_layout_of(tensor: Any, value: Any) -> list[torch.Tensor]:
+def local_tensors_in_layout_of(tensor: Any, value: Any) -> list[torch.Tensor]:
     """Return the values of ``value`` in the layout of ``tensor``; all ranks call it.
 
     Args:
@@ -127,7 +127,7 @@ def _copy(cls: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any
                 f"copy_: {tuple(source.shape)} does not broadcast to {tuple(tensor.shape)}"
             )
         return tensor.copy_(source.full_tensor(), *rest, **kwargs)
-    sources = with_layout_of(tensor, source)
+    sources = local_tensors_in_layout_of(tensor, source)
     for local, new in zip(tensor._local_tensors, sources, strict=True):
         local.copy_(new, *rest, **kwargs)
     return tensor
@@ -141,8 +141,8 @@ def _compare(cls: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str, 
             return False
         raise LocalShardError(f"allclose: sizes differ: {tuple(a.shape)} and {tuple(b.shape)}")
     sharded = a if isinstance(a, cls) else b
-    local_a = with_layout_of(sharded, a)
-    local_b = with_layout_of(sharded, b)
+    local_a = local_tensors_in_layout_of(sharded, a)
+    local_b = local_tensors_in_layout_of(sharded, b)
     pairs = zip(local_a, local_b, strict=True)
     is_same = all(func(x, y, *rest, **kwargs) for x, y in pairs)
     device = sharded._local_tensors[0].device
@@ -167,7 +167,7 @@ def _gradients(cls: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str
         shards = _local_parts(cls, output)
         local_outputs += shards
         if isinstance(output, cls) and grad is not None:
-            local_grads += with_layout_of(output, grad)
+            local_grads += local_tensors_in_layout_of(output, grad)
         else:
             local_grads += [grad] * len(shards)
     local_inputs = [local for tensor in inputs for local in _local_parts(cls, tensor)]
@@ -180,7 +180,7 @@ def _gradients(cls: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str
         gradients_of_shards = [next(gradients) for _ in _local_parts(cls, tensor)]
         first = gradients_of_shards[0]
         if isinstance(tensor, cls) and first is not None:
-            results.append(tensor._with(gradients_of_shards))
+            results.append(tensor._with_local_tensors(gradients_of_shards))
         else:
             results.append(first)
     return tuple(results)

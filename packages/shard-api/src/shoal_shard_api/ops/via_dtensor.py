@@ -418,7 +418,7 @@ def run_shardwise(
             pairs = zip(local_tensors, tensor._local_tensors, strict=True)
             if all(result is local for result, local in pairs):
                 return tensor
-        return first._with(local_tensors)
+        return first._with_local_tensors(local_tensors)
 
     boxes: list[Box | None] = [shard.metadata.box for shard in first.local_shards()]
     results = []

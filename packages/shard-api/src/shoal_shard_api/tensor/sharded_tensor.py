@@ -78,13 +78,14 @@ class ShardedTensor(ShardedTensorConstructors):
         (torch.Size([2, 3]), tensor(36.))
     """
 
-    # the state of a process group in a pickled tensor, which torch has under this name too
+    # The state of a process group in a pickled tensor. torch's ShardedTensor has the attribute, too.
     ProcessGroupState = ProcessGroupState
 
-    def _with(
-        self, local_tensors: Sequence[torch.Tensor], *, stride: Sequence[int] | None = None
-    ) -> ShardedTensor:
-        """Return a tensor of this layout with other local tensors, which may have another dtype."""
+    def _with_local_tensors(self, local_tensors: Sequence[torch.Tensor]) -> ShardedTensor:
+        """Return a tensor of this layout with other local tensors, which may have another dtype.
+
+        The result reports the global stride of this tensor, without a storage of the global size.
+        """
         metadata = self._metadata
         first = local_tensors[0]
         properties = replace(
@@ -97,7 +98,7 @@ class ShardedTensor(ShardedTensorConstructors):
             metadata,
             local_tensors,
             self._process_group,
-            stride=stride or self.stride(),
+            stride=self.stride(),
         )
 
     @property
@@ -107,8 +108,8 @@ class ShardedTensor(ShardedTensorConstructors):
 
     @property
     def _comm(self) -> Comm:
-        # `_local_tensors` has the tensors of `_local_shards`. On a rank without shards it has one
-        # empty tensor, so the first entry exists on every rank.
+        # A rank without shards has an empty list of `_local_shards`, but one empty tensor in
+        # `_local_tensors`. So `_local_tensors[0]` exists on every rank of the group.
         return comm_of(self._process_group, self._local_tensors[0].device.type)
 
     def local_tensor(self) -> torch.Tensor:
@@ -133,14 +134,15 @@ class ShardedTensor(ShardedTensorConstructors):
             if not local.is_leaf or local.grad is None:
                 return None
             grads.append(local.grad)
-        return self._with(grads) if grads else None
+        # A tensor without a process group does not have local tensors.
+        return self._with_local_tensors(grads) if grads else None
 
     @grad.setter
     def grad(self, value: ShardedTensor | None) -> None:
-        grads: list[Any] = [None] * len(self._local_tensors)
+        local_grads: list[Any] = [None] * len(self._local_tensors)
         if value is not None:
-            grads = dispatch.with_layout_of(self, value)
-        for local, grad in zip(self._local_tensors, grads, strict=True):
+            local_grads = dispatch.local_tensors_in_layout_of(self, value)
+        for local, grad in zip(self._local_tensors, local_grads, strict=True):
             local.grad = grad
 
     @grad.deleter
@@ -198,10 +200,11 @@ class ShardedTensor(ShardedTensorConstructors):
         is_leaf = self.is_leaf
         requires_grad = self.requires_grad
         gradient = self.grad
-        has_history = torch.is_grad_enabled() and not is_leaf
-        with torch.set_grad_enabled(has_history):
+        records_move = torch.is_grad_enabled() and not is_leaf
+        with torch.set_grad_enabled(records_move):
             moved = self.resharded(resharding_spec)
-        # All attributes are replaced, so this object becomes the result.
+        # The local tensors, the metadata and the spec are attributes. With the attributes of the
+        # result, this object becomes the result. Its size, dtype and requires_grad are the same.
         vars(self).update(vars(moved))
         if is_leaf and requires_grad:
             leaves = [local.detach().requires_grad_() for local in self._local_tensors]
@@ -210,7 +213,7 @@ class ShardedTensor(ShardedTensorConstructors):
             self.grad = gradient.resharded(resharding_spec)
         return self
 
-    def gather(  # type: ignore[override]  # torch's ShardedTensor takes this name of Tensor
+    def gather(  # type: ignore[override]  # as in torch's ShardedTensor, not as Tensor.gather
         self,
         dst: int = 0,
         out: torch.Tensor | None = None,
@@ -222,7 +225,8 @@ class ShardedTensor(ShardedTensorConstructors):
         Args:
             dst: Rank in the process group that receives the tensor.
             out: A plain tensor of the global size on ``dst``; None on the other ranks.
-            enforce_dtype: Deprecated and without effect: ``out`` gets its own dtype in any case.
+            enforce_dtype: Deprecated and without effect: values are always converted to the dtype
+                of ``out``.
             dtype: Element type in which the shards are sent; ``out`` keeps its own.
 
         Raises:
@@ -263,7 +267,7 @@ class ShardedTensor(ShardedTensorConstructors):
         if not self._can_hold(out):
             raise LocalShardError(
                 f"gather: on dst={dst}, out must be a plain tensor of shape {tuple(self.size())} in "
-                f"which every element has its own memory, got {kind_of(out)}"
+                f"which every element has its own memory (not meta, not expanded), got {kind_of(out)}"
             )
 
     def _can_hold(self, out: Any) -> bool:
@@ -325,8 +329,8 @@ class ShardedTensor(ShardedTensorConstructors):
     def _metadata_on(self, device: torch.device) -> ShardedTensorMetadata:
         """Return the metadata after a move of this rank's shards to a device; all ranks call it."""
         group = self._process_group
-        # All ranks must move to one type of device. The devices themselves are exchanged without a
-        # comparison, because of the "~" in the name.
+        # All ranks must move to one type of device. The devices themselves may differ: `agree_on`
+        # exchanges a value whose name begins with "~", and does not compare it.
         reports = agree_on(group, lambda: {"device type": device.type, "~device": device})
         devices = [report["~device"] for report in reports]
         device_of_rank = dict(zip(members(group), devices, strict=True))
@@ -365,8 +369,8 @@ class ShardedTensor(ShardedTensorConstructors):
         """Wrap the same shards in a DTensor; differentiable, no communication.
 
         Raises:
-            NotExpressibleError: The layout does not have placements, because a rank has several
-                shards, or because the shards are not the cells of a grid.
+            NotExpressibleError: No placements of a DTensor describe the layout, because a rank has
+                several shards, or because the shards are not the cells of a grid.
 
         Example:
             >>> rows = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
@@ -416,12 +420,12 @@ class ShardedTensor(ShardedTensorConstructors):
         for local in self._local_tensors:
             clone = local.detach().clone()
             clones.append(clone.requires_grad_(local.requires_grad))
-        copied = self._with(clones)
+        copied = self._with_local_tensors(clones)
         gradient = self.grad
         memo[id(self)] = copied
         if gradient is not None:
             gradients = [local.clone() for local in gradient._local_tensors]
-            copied.grad = gradient._with(gradients)
+            copied.grad = gradient._with_local_tensors(gradients)
         if getattr(self, "_is_param", False):
             # torch.nn.Parameter sets this attribute on tensors of other classes
             copied.__dict__["_is_param"] = True
@@ -494,7 +498,7 @@ class ShardedTensor(ShardedTensorConstructors):
 
         def rebuild(tensor: ShardedTensor, shards: list[torch.Tensor]) -> Any:
             # outside of the group there are no shards
-            return tensor._with(shards) if shards else tensor.detach()
+            return tensor._with_local_tensors(shards) if shards else tensor.detach()
 
         def parts(tensor: ShardedTensor) -> list[torch.Tensor]:
             return [local.detach() for local in tensor._local_tensors]
