@@ -17,8 +17,8 @@ def find_grid(mesh: Mapping[str, int], records: Sequence[RankRecord]) -> MeshGri
     """Return the grid of the ranks.
 
     Args:
-        mesh: axis sizes by name, as the user gave them. Only a mesh {"ranks": n} is replaced by the
-            program's own axes.
+        mesh: axis sizes by name, as the user gave them. {"ranks": n} stands for n ranks without
+            named axes, and only this mesh is replaced by the program's own axes.
         records: the records of the ranks, with the meshes and groups that the program made.
 
     Example:
@@ -26,20 +26,23 @@ def find_grid(mesh: Mapping[str, int], records: Sequence[RankRecord]) -> MeshGri
         'dp=2, tp=2'
     """
     named_grid = MeshGrid.of(mesh)
-    if len(mesh) > 1 or not records or tuple(mesh) != ("ranks",):
+    has_named_axes = tuple(mesh) != ("ranks",)
+    if has_named_axes or not records:
         return named_grid
+    # Meshes and groups are made on all ranks alike, so the record of one rank is enough.
+    record = records[0]
     best = named_grid
-    for names, ranks in records[0].meshes:
+    for names, ranks in record.meshes:
         grid = _grid_of_mesh(names, ranks)
-        if (
-            grid is not None
-            and grid.count == named_grid.count
-            and len(grid.names) >= len(best.names)
-        ):
+        if grid is None or grid.count != named_grid.count:
+            continue
+        # Prefer the mesh with most axes, and the last one among equals. A mesh of the program with
+        # one axis takes the place of `named_grid`, which has one axis, too.
+        if len(grid.names) >= len(best.names):
             best = grid
     if best is not named_grid:
         return best
-    return _grid_of_groups(records[0].groups, named_grid.count) or named_grid
+    return _grid_of_groups(record.groups, named_grid.count) or named_grid
 
 
 def _grid_of_mesh(names: tuple[str, ...], ranks: Any) -> MeshGrid | None:
@@ -56,19 +59,29 @@ def _grid_of_groups(groups: Sequence[tuple[int, ...]], count: int) -> MeshGrid |
     Ranks (0, 1) and (2, 3) are an axis of stride 1; ranks (0, 2) and (1, 3) one of stride 2. An
     axis is named by the group with rank 0.
     """
-    # stride -> size
-    axes = dict[int, int]()
+    size_by_stride = dict[int, int]()
     for ranks in groups:
-        steps = {after - before for before, after in pairwise(ranks)}
-        if 0 in ranks and len(steps) == 1 and len(ranks) < count:
-            axes.setdefault(steps.pop(), len(ranks))
-    strides = sorted(axes, reverse=True)
-    sizes = [axes[stride] for stride in strides]
-    if not sizes or prod(sizes) != count:
+        # A group of all ranks is not an axis, and groups without rank 0 are on the other lines of
+        # an axis.
+        if 0 not in ranks or len(ranks) == count:
+            continue
+        distances = {after - before for before, after in pairwise(ranks)}
+        if len(distances) != 1:
+            continue
+        [stride] = distances
+        # If several groups have one stride, the first one counts.
+        if stride not in size_by_stride:
+            size_by_stride[stride] = len(ranks)
+    strides = sorted(size_by_stride, reverse=True)
+    sizes = [size_by_stride[stride] for stride in strides]
+    if not sizes or prod(sizes) != count or strides != _row_major_strides(sizes):
         return None
     names = list[str]()
     for stride, size in zip(strides, sizes, strict=True):
         names.append(f"groups like {tuple(range(0, stride * size, stride))}")
-    grid = MeshGrid(tuple(names), tuple(sizes))
-    expected = [prod(sizes[position + 1 :]) for position in range(len(sizes))]
-    return grid if expected == strides else None
+    return MeshGrid(tuple(names), tuple(sizes))
+
+
+def _row_major_strides(sizes: Sequence[int]) -> list[int]:
+    """Return the distances between neighbours along each axis: [6, 3, 1] for sizes (2, 2, 3)."""
+    return [prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
