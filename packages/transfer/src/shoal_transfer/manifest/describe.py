@@ -65,7 +65,7 @@ def describe(
 
     Raises:
         StyleTypeError: the model is neither a module nor a mapping.
-        ManifestError: on all ranks of the mesh, if a tensor is a pending sum, ranks disagree about
+        ManifestError: on all ranks of the mesh, if a tensor is partial, ranks disagree about
             a shape, or no rank holds some elements.
 
     Example:
@@ -119,7 +119,7 @@ def describe_rank(
         per_rank: as for `describe`.
 
     Raises:
-        ManifestError: a tensor is a pending sum.
+        ManifestError: a tensor is partial.
 
     Example:
         >>> describe_rank(torch.nn.Linear(4, 2)).tensors["bias"].parts

@@ -1,8 +1,8 @@
 """The proof of a plan: its routes write each element of each target box once, as the mapping says.
 
 The proof checks the finished routes against the manifests and the mapping, and does not depend on
-how the planner found them. If several tensors share a table, the proof holds for each of them: the
-tensors differ only in names and in which of a route's senders is used, and the proof covers all
+how the planner found them. If several tensors share a table, the proof holds for each of them.
+These tensors have other names, and each may use another sender of a route, but the proof covers all
 senders of a route.
 """
 
@@ -36,7 +36,8 @@ def prove(table: RouteTable) -> None:
         ProofError: the message names the tensor and the box.
     """
     by_holding = defaultdict[Holding, list[Route]](list)
-    # Routes to replicas share their part and senders, which are proven once.
+    # `RouteTable` uses the same objects in the routes to all replicas, so they are proven once. For
+    # equal objects that are not the same, the proof only runs again.
     proven = set[tuple[int, ...]]()
     for route in table.routes:
         by_holding[route.receiver].append(route)
@@ -46,14 +47,17 @@ def prove(table: RouteTable) -> None:
         proven.add(key)
         _prove_mapping(table, route.part)
         _prove_sender(table, route)
-    covers = set[tuple[Box, frozenset[int]]]()
+    proven_covers = set[tuple[Box, frozenset[int]]]()
     for holding in table.record.holdings:
         routes = by_holding.pop(holding, [])
-        regions = [route.part.region for route in routes]
-        cover = (holding.box, frozenset(id(route.part) for route in routes))
-        if len(cover[1]) < len(routes) or cover not in covers:
+        # Replicas have the same box, and routes with the same parts.
+        distinct_parts = frozenset(id(route.part) for route in routes)
+        cover = (holding.box, distinct_parts)
+        has_part_twice = len(distinct_parts) < len(routes)
+        if has_part_twice or cover not in proven_covers:
+            regions = [route.part.region for route in routes]
             _prove_cover(table, holding, regions)
-            covers.add(cover)
+            proven_covers.add(cover)
     if by_holding:
         route = next(iter(by_holding.values()))[0]
         raise ProofError(f"{route.part}: rank {route.receiver.rank} does not hold these elements")
@@ -62,25 +66,30 @@ def prove(table: RouteTable) -> None:
 def _prove_cover(table: RouteTable, holding: Holding, regions: Sequence[Region]) -> None:
     """Prove that the regions are disjoint and cover the box of a holding."""
     place = f"{table.record.name!r}{format_box(holding.box)} on target rank {holding.rank}"
-    box = region_of_box(holding.box)
+    region_of_holding = region_of_box(holding.box)
     for region in regions:
-        if not contains(box, region):
+        if not contains(region_of_holding, region):
             raise ProofError(f"{place}: {format_region(region)} is outside of the box")
     twice = first_overlap(regions)
     if twice is not None:
         common = intersect_regions(regions[twice[0]], regions[twice[1]])
         raise ProofError(f"{place}: {format_region(common or ())} is written twice")
-    if sum(map(count_elements, regions)) != count_elements(box):
-        starts = [indices.start for indices in box]
-        inside = [_shifted(region, starts) for region in regions]
-        gap = first_gap(inside, [len(indices) for indices in box]) or ()
-        gap = _shifted(gap, [-start for start in starts])
-        raise ProofError(f"{place}: {format_region(gap)} is not written")
+    # The regions are disjoint and in the box, so they cover it if they have as many elements.
+    if sum(map(count_elements, regions)) != count_elements(region_of_holding):
+        # `first_gap` takes regions that count from the start of the box.
+        starts = [indices.start for indices in region_of_holding]
+        back_to_zero = [-start for start in starts]
+        from_start = [_shifted(region, back_to_zero) for region in regions]
+        lengths = [len(indices) for indices in region_of_holding]
+        gap = first_gap(from_start, lengths) or ()
+        raise ProofError(f"{place}: {format_region(_shifted(gap, starts))} is not written")
 
 
 def _prove_mapping(table: RouteTable, part: Assignment) -> None:
     """Prove that a part is what the mapping assigns to its target elements."""
-    left = count_elements(part.region)
+    # The regions of `table.parts` are disjoint: `WeightMapping` refuses others. So each element
+    # that is assigned is counted once.
+    unassigned = count_elements(part.region)
     for assignment in table.parts:
         expected = assignment.restricted_to(part.region)
         if expected is None:
@@ -88,9 +97,9 @@ def _prove_mapping(table: RouteTable, part: Assignment) -> None:
         got = part.restricted_to(expected.region)
         if got != expected:
             raise ProofError(f"the plan has {got}, but the mapping has {expected}")
-        left -= count_elements(expected.region)
-    if left:
-        raise ProofError(f"{part}: the mapping does not assign {left} of these elements")
+        unassigned -= count_elements(expected.region)
+    if unassigned:
+        raise ProofError(f"{part}: the mapping does not assign {unassigned} of these elements")
 
 
 def _prove_sender(table: RouteTable, route: Route) -> None:
@@ -99,15 +108,7 @@ def _prove_sender(table: RouteTable, route: Route) -> None:
     if part.source is None:
         return
     if route.copied is not None:
-        arrived = route.copied.part
-        is_in_order = route.copied.stage < route.stage and route.copied.source == route.source
-        is_at_rank = not route.is_local or route.copied.receiver.rank == route.receiver.rank
-        if (
-            not is_in_order
-            or not is_at_rank
-            or not contains(arrived.source_region, part.source_region)
-        ):
-            raise ProofError(f"{part}: copies elements that have not arrived by {arrived}")
+        _prove_copy(route, route.copied)
         return
     if not route.senders:
         raise ProofError(f"{part}: no rank sends these elements to rank {route.receiver.rank}")
@@ -118,8 +119,25 @@ def _prove_sender(table: RouteTable, route: Route) -> None:
             raise ProofError(f"{part}: source rank {holding.rank} does not hold these elements")
 
 
+def _prove_copy(route: Route, earlier: Route) -> None:
+    """Prove that an earlier route brings the elements that a route copies from target memory.
+
+    A local route copies them in one rank, so they must have arrived at this rank. Another route
+    takes them from the rank at which they have arrived, whichever it is.
+    """
+    is_in_order = earlier.stage < route.stage and earlier.source == route.source
+    is_at_rank = not route.is_local or earlier.receiver.rank == route.receiver.rank
+    has_elements = contains(earlier.part.source_region, route.part.source_region)
+    if not (is_in_order and is_at_rank and has_elements):
+        raise ProofError(
+            f"{route.part}: copies elements that have not arrived; the copied route is "
+            f"{earlier.part}, to rank {earlier.receiver.rank}"
+        )
+
+
 def _shifted(region: Region, distances: Sequence[int]) -> Region:
+    """Return a region with the distance of each dim added to its indices."""
     shifted = []
     for indices, distance in zip(region, distances, strict=True):
-        shifted.append(range(indices.start - distance, indices.stop - distance, indices.step))
+        shifted.append(range(indices.start + distance, indices.stop + distance, indices.step))
     return tuple(shifted)
