@@ -1,10 +1,12 @@
-"""Norms, replicated biases and embeddings, whose gradients are sums in a tree.
+"""Norms, replicated biases and embeddings in invariant arithmetic: gradients are sums in a tree.
 
-A norm reads B samples of S tokens with D features, (B, S, D), or (B, S / ranks, D) under sequence
-parallelism. S is divided into the blocks of the mode; a cell is one block of one sample. The
-gradients of the parameters are summed in each cell, then in the tree over blocks, ranks, and
-samples. The gradient of an embedding table is a tree over samples; within a sample, rows are added
-in the order of its tokens.
+A norm reads activations (B, S, D): B samples of S tokens with D features. Under sequence
+parallelism, a rank has (B, S / ranks, D). `invariant_arithmetic(blocks=...)` divides S into blocks.
+A cell is one block of one sample. The gradients of the parameters are summed in each cell, then in
+the tree over blocks, ranks, and samples.
+
+The gradient of an embedding table is a tree over samples. Within a sample, rows are added in the
+order of its tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional
 
-from shoal_dtensor import DTensor
+from shoal_dtensor import DTensor, Shard, StridedShard
 from shoal_dtensor.errors import UnsupportedModuleError
 from shoal_dtensor.internal import apply, first_order_only
 from shoal_mesh import Comm, all_reduce
@@ -67,19 +69,32 @@ class _ForTokens(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         first_order_only()
-        by_token = grad.flatten(grad.ndim - len(ctx.shape))
-        return sum_of_cells(by_token, *ctx.cells).view(ctx.shape), None, None
+        # Example: for a parameter (4, 8), (B, S, 4, 8) -> (B, S, 32).
+        first_dim_of_parameter = grad.ndim - len(ctx.shape)
+        grad_of_features = grad.flatten(first_dim_of_parameter)
+        cells = ctx.cells
+        total = sum_of_cells(grad_of_features, cells.comm, cells.dim, cells.blocks)
+        return total.view(ctx.shape), None, None
 
 
 def sum_of_cells(grad: Tensor, comm: Comm | None, dim: int, blocks: int) -> Tensor:
-    """Sum in cells, then in the tree over blocks, ranks, and samples, (B, ..., D) -> (D,)."""
+    """Sum in cells, then in the tree over blocks, ranks, and samples, (B, ..., D) -> (D,).
+
+    Args:
+        grad: the gradient for each token.
+        comm: the ranks that shard `dim`; None if it is not sharded.
+        dim: the dim that is divided into blocks.
+        blocks: the number of blocks that this rank has.
+    """
+    # The blocks divide dim 1. If a style shards dim 0, its ranks have other samples, and dim 1 of
+    # the samples is divided all the same.
     if dim > 1:
         grad = grad.movedim(dim, 1)
     # The comments below are for a gradient (2, 16, 32) in 8 blocks, with cells (2, 8, 2, 32).
     cells = grad.reshape(grad.shape[0], blocks, -1, grad.shape[-1])
     # (2, 8, 32), one sum for each sample and block
     cell_sums = _CELL_SUMS(blocks, cells)
-    # (8, 2, 32) -> (2, 32), one sum for each sample
+    # `tree_sum` adds over dim 0: (8, 2, 32) -> (2, 32), one sum for each sample.
     of_samples = tree_sum(cell_sums.transpose(0, 1))
     if comm is not None:
         of_samples = all_reduce(of_samples, comm)
@@ -93,7 +108,14 @@ def _sum_cells_one_by_one(_: int, cells: Tensor) -> Tensor:
     return torch.stack(sums).view(*cells.shape[:2], -1)
 
 
-_CELL_SUMS = Measured(_sum_cells_one_by_one, (lambda _, cells: cells.sum(2),))
+def _sum_cells_at_once(_: int, cells: Tensor) -> Tensor:
+    return cells.sum(2)
+
+
+# A call uses `_sum_cells_at_once` if it has the bits of `_sum_cells_one_by_one` for tensors of this
+# shape. Both get the number of blocks first, as all forms of a `Measured`, but the cells have it in
+# their shape.
+_CELL_SUMS = Measured(_sum_cells_one_by_one, (_sum_cells_at_once,))
 
 
 def add_bias(lowered: Lowered, out: Tensor) -> Tensor:
@@ -116,18 +138,19 @@ def divide_into_cells(lowered: Lowered, local: Tensor) -> Cells:
     """Return how the output of a module is divided into cells."""
     arithmetic = required_arithmetic()
     layout = lowered.port_out.desired
-    # A replicated output is divided as SequenceParallel would shard it: along dim 1.
-    dim = getattr(layout, "dim", 1)
-    if dim < 0:
-        dim += local.ndim
-    comm = lowered.comm
+    # SequenceParallel shards dim 1. A replicated output is divided in the same way.
+    dim = 1
+    if isinstance(layout, Shard | StridedShard):
+        dim = layout.dim + local.ndim if layout.dim < 0 else layout.dim
     if not layout.is_replicate():
+        comm = lowered.comm
         size = local.shape[dim] * comm.size
         dim_name = f"{lowered.sharding.style}: dim {dim} of the activation"
         blocks = arithmetic.own_blocks(comm.size, size, dim_name)
         return Cells(comm, dim, blocks)
-    # Example with 8 blocks: (2, 16, 32) has 8 cells of 2 tokens in a sample. 12 tokens cannot be
-    # divided into 8 blocks, so no mesh of the mode can shard (2, 12, 32), and a sample is one cell.
+    # Example with 8 blocks: a sample of (2, 16, 32) has 8 cells of 2 tokens. 12 tokens cannot be
+    # divided into 8 blocks, so the mode refuses to shard them, on any mesh. Therefore a sample of
+    # (2, 12, 32) is one cell.
     could_be_sharded = local.ndim >= 3 and local.shape[dim] % arithmetic.blocks == 0
     return Cells(None, dim, arithmetic.blocks if could_be_sharded else 1)
 
@@ -160,12 +183,14 @@ def _normalize(lowered: Tokenwise, x: Tensor) -> Tensor:
     cells = divide_into_cells(lowered, x)
     names = [name for name, param in lowered.params.items() if param is not None]
     local: Any = lowered.local(*names) if names else {}
-    per_token = {name: apply(_ForTokens, local[name], x.shape, cells) for name in names}
-    absent = dict.fromkeys(lowered.params.keys() - names)
+    # An absent parameter, such as the bias of `LayerNorm(bias=False)`, stays None.
+    params: dict[str, Any] = dict.fromkeys(lowered.params)
+    for name in names:
+        params[name] = apply(_ForTokens, local[name], x.shape, cells)
     is_of_torch = class_of(lowered.module) in (nn.LayerNorm, nn.RMSNorm)
     compute = _norm if is_of_torch else lowered.compute
     try:
-        return compute(lowered.module, x, per_token | absent)
+        return compute(lowered.module, x, params)
     except RuntimeError as error:
         shapes = {name: tuple(param.shape) for name, param in local.items()}
         raise UnsupportedModuleError(
@@ -184,12 +209,13 @@ class InvariantTokenwise(Tokenwise):
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
         for param in call.module.parameters():
             if param.requires_grad:
-                # The ranks add one sum for each sample.
+                # Each sample has a tree of its own, so the ranks reduce a gradient for each sample.
                 samples = call.output.shape[0]
                 yield Collective("all_reduce", samples * nbytes(param), backward=True)
 
     def compute_tokens(self, local: Tensor) -> Tensor:
         if not local.numel():
+            # The shards of all ranks are equally large, so no rank has a token or a cell to sum.
             return self.compute(self.module, local, self.local(*self.params))
         return _normalize(self, local)
 
@@ -213,6 +239,8 @@ class _RowsOfSamples(OwnRows):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         first_order_only()
         (local_rows,) = ctx.saved_tensors
+        # `OwnRows.forward` keeps the number of rows of the local table, the local padding row, and
+        # `scale_grad_by_freq`, which `_look_up` refuses.
         rows, padding, _ = ctx.table
         if local_rows.ndim < 2:
             # Tokens without a batch dim are one sample.
@@ -226,8 +254,9 @@ def embedding_gradient(grads: Tensor, tokens: Tensor, rows: int, padding: int) -
 
     Args:
         grads: gradients of the rows that were looked up, (B, ..., D).
-        tokens: the rows that were looked up, (B, ...). The number `rows` stands for a row of
-            another rank's shard, and is left out.
+        tokens: the rows that were looked up, (B, ...), as indices 0 to `rows` - 1 of this rank's
+            shard. The index `rows` is the mark of a token whose row is on another rank; its
+            gradient is left out.
         rows: the number of rows of this rank's shard of the table.
         padding: the row without a gradient; -1 if there is none.
     """
@@ -255,13 +284,14 @@ def _look_up(lowered: Lowered, tokens: Tensor) -> Tensor:
             "Use an Embedding without these options"
         )
     table: Any = lowered.local("weight")["weight"]
-    first = 0
+    first_own_row = 0
     if isinstance(lowered, RowEmbedding):
         # `RowEmbedding.__call__` has checked the ids.
-        first = lowered.spec("weight").offset(0)
+        first_own_row = lowered.spec("weight").offset(0)
     else:
         check_ids(tokens, len(table))
-    out: Tensor = apply(_RowsOfSamples, tokens, table, first, module.padding_idx, False)
+    # autograd functions take no keywords: the last argument is `scale_grad_by_freq`
+    out: Tensor = apply(_RowsOfSamples, tokens, table, first_own_row, module.padding_idx, False)
     return out
 
 
