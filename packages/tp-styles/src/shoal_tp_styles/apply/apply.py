@@ -1,7 +1,10 @@
 """Conversion of a module's parameters to DTensors and of its forward to a lowering, and back.
 
-A parameter that several modules hold stays one parameter: the plain parameter refers to the DTensor
-that replaced it, for later calls.
+A lowering is a class whose object computes the module's forward on this rank's shards (`Lowered`).
+
+A parameter that several modules hold stays one parameter. When the first module becomes parallel,
+the plain parameter gets an attribute with the DTensor that replaces it (`_SUCCESSOR`). When a later
+module becomes parallel, the attribute leads from the plain parameter to the same DTensor.
 """
 
 from __future__ import annotations
@@ -44,12 +47,13 @@ from ..sharding.module_sharding import (
     ModuleSharding,
 )
 
-# The style's name in a module that is parallel only because it shares a weight. A style that a plan
-# names for the module replaces this style.
+# The name of the style of a module that is parallel only because it shares a weight with a module
+# that a plan names. If a later plan names this module, too, the style of the plan takes its place.
 TIED = "tied weight"
 # attribute of a plain parameter: the DTensor parameter that has replaced it
 _SUCCESSOR = "_shoal_successor"
-# attribute of a module: the names of the styles without a declaration that were applied
+# attribute of a module: the names of the applied styles without a `ModuleSharding`; such a style
+# changes the module itself (`ParallelStyle._apply`)
 _UNDECLARED = "_shoal_undeclared_styles"
 
 
@@ -62,11 +66,22 @@ def apply_sharding(
     lower: bool = True,
     scatter: Scatter | None = None,
 ) -> nn.Module:
-    """Make a module parallel on a mesh as the record declares; return the module, changed in place.
+    """Make a module parallel on a mesh as its sharding declares.
 
-    Parameters are broadcast from `src_data_rank`; None keeps every rank's own values. With
-    `lower=False` everything runs through DTensor dispatch. `scatter` collects the parameters of
-    several modules with the same source; the caller sends it.
+    Args:
+        module: the module, which is changed in place.
+        sharding: the declaration of a style for the module.
+        mesh: the mesh on which the style acts.
+        src_data_rank: the coordinate of the rank whose parameters are sent to the others; None
+            keeps every rank's own values.
+        lower: whether a lowering may compute the forward. If it is False, everything runs through
+            DTensor dispatch.
+        scatter: a collector of parameters, with the same source, that the caller sends after it has
+            applied the shardings of several modules. None sends the parameters of this module at
+            once.
+
+    Returns:
+        The module.
 
     Raises:
         LayoutError: if the mesh has several axes, or the instance has a forward that the style
@@ -88,6 +103,9 @@ def apply_sharding(
             f"{sharding.style}: {type(module).__name__} has a forward set on the instance, which "
             "the style would hide; define forward in the class"
         )
+    # A module without a style of its own may have the forward of a mode of arithmetic (COMPLETION),
+    # or of a shared weight (TIED). The new forward takes the place of such a forward, and does not
+    # call it.
     if isinstance(inner, Lowered) and inner.sharding.style in (COMPLETION, TIED):
         inner = None
     conflict = conflicting_style(module, sharding.style, "", distributes=sharding.distributes)
@@ -95,6 +113,7 @@ def apply_sharding(
         raise PlanError(conflict)
     check_parameters(module, sharding)
     lowering = _lowering(module, sharding, inner, lower=lower)
+    # A mode such as `invariant_arithmetic` replaces lowerings by its own.
     arithmetic = current_arithmetic()
     if arithmetic is not None:
         lowering = arithmetic.form_of(lowering, sharding, module)
@@ -103,15 +122,19 @@ def apply_sharding(
     if fused is not None and fused.splits(mesh.size()):
         block_names = split_blocks(module, sharding.style, fused, mesh, src_data_rank=src_data_rank)
     if sharding.distributes:
+        # A forward that runs on DTensors reads the buffers as DTensors, too.
+        runs_on_dtensors = lowering is DTensorForward
         shards_buffers = any(map(sharding.shards, module._buffers))
-        with scattering(src_data_rank) if scatter is None else nullcontext(scatter) as in_use:
+        # The block of `scattering` ends with the collective. The caller sends its own scatter.
+        block = scattering(src_data_rank) if scatter is None else nullcontext(scatter)
+        with block as scatter_of_block:
             _distribute(
                 module,
                 sharding,
                 mesh,
-                in_use,
+                scatter_of_block,
                 left_out=block_names,
-                with_buffers=shards_buffers or lowering is DTensorForward,
+                with_buffers=shards_buffers or runs_on_dtensors,
             )
     # Have `load_state_dict` accept fused parameters that are plain, or DTensors of any layout.
     if fused is not None:
@@ -125,9 +148,10 @@ def apply_sharding(
 
 
 def check_parameters(module: nn.Module, sharding: ModuleSharding) -> None:
-    """Refuse parameters that are computed from others, or hold tensors, if a style would use them.
+    """Refuse parameters that a style cannot shard.
 
-    A style uses the parameters that it shards or reads.
+    These are parameters of a class that holds other tensors, such as quantized weights, and
+    parameters that are computed from others, if the style shards or reads them.
     """
     if not sharding.distributes:
         return
@@ -141,8 +165,10 @@ def check_parameters(module: nn.Module, sharding: ModuleSharding) -> None:
                     "Or leave the module out of the plan"
                 )
         computed = [f"{path}.{name}" if path else name for name in computed_parameters(owner)]
-        is_used = sharding.lowering is not None or any(map(sharding.shards, computed))
-        if computed and is_used:
+        # A lowering reads all parameters of its module.
+        are_read = sharding.lowering is not None
+        are_sharded = any(map(sharding.shards, computed))
+        if computed and (are_read or are_sharded):
             raise UnsupportedModuleError(
                 f"{sharding.style}: {', '.join(computed)} of {type(module).__name__} is computed from "
                 "other parameters (a parametrization, weight_norm, pruning), which are not "
@@ -157,8 +183,13 @@ def _lowering(
 ) -> type[Lowered]:
     """Return the class whose object becomes the module's forward.
 
-    A lowering computes the forward of the module's class, so it is not put around the forward of an
-    earlier style. `DTensorForward` can be put around any forward.
+    Args:
+        module: the module.
+        sharding: the declaration of a style for the module.
+        inner: the forward of an earlier style, which the new forward has to call; None if there is
+            none. A lowering computes the forward of the module's class and cannot call `inner`;
+            a `DTensorForward` calls `inner` with DTensors.
+        lower: whether a lowering may be used.
     """
     declared: type[Lowered] | None = sharding.lowering
     if declared is None:
@@ -166,7 +197,8 @@ def _lowering(
     if issubclass(declared, DTensorForward):
         # such a lowering calls the earlier forward
         return declared
-    # The class's own forward cannot use these options.
+    # Only the lowering computes these options. For example, the forward of nn.Linear, on which
+    # `DTensorForward` relies, does not add the product of an `Adapter`.
     is_required = isinstance(sharding.options, FusedBlocks | Adapter | Experts | LatentFeatures)
     if not lower and not is_required:
         return DTensorForward
@@ -189,7 +221,16 @@ def _distribute(
     left_out: set[str],
     with_buffers: bool,
 ) -> None:
-    """Replace parameters, but those left out, and perhaps buffers by DTensors."""
+    """Replace parameters by DTensors.
+
+    Args:
+        module: the module.
+        sharding: the declaration with the placements.
+        mesh: the mesh.
+        scatter: the collector of the parameters that are sent.
+        left_out: names of parameters that are not replaced.
+        with_buffers: whether buffers are replaced, too.
+    """
     for path, owner in sharding.owners(module):
         prefix = f"{path}." if path else ""
         for name, param in owner._parameters.items():
@@ -215,13 +256,18 @@ def _dtensor_parameter(
     *,
     scatter: Scatter,
 ) -> nn.Parameter:
-    """Return the DTensor parameter that replaces a parameter; a shared one may already have it."""
+    """Return the DTensor that replaces a parameter.
+
+    If another module shares the parameter and is already parallel, this is the DTensor that it has.
+    """
     current: Tensor = getattr(param, _SUCCESSOR, param)
     if isinstance(current, DTensor):
         spec = current.spec
         requested = Spec(mesh, placements, current.shape, spec.stride, dtype=current.dtype)
-        shared_axes = set(spec.mesh.axis_names) & set(mesh.axis_names)
-        if not shared_axes:
+        # A style of another module has placed the parameter on axes of the plan. If no axis is
+        # common, something other than a style has placed it, for example on data axes.
+        common_axes = set(spec.mesh.axis_names) & set(mesh.axis_names)
+        if not common_axes:
             raise LayoutError(
                 f"parameter {name!r} cannot become {placements} on {mesh}, because it is "
                 f"{current.placements} on {current.device_mesh} already; a style places plain "
@@ -248,32 +294,37 @@ def conflicting_style(module: nn.Module, style: str, path: str, *, distributes: 
     """
     earlier = [style] if style in module.__dict__.get(_UNDECLARED, ()) else []
     for sharding, _ in shardings_of(module):
-        both_distribute = sharding.distributes and distributes and sharding.style != TIED
-        if sharding.style == style or both_distribute:
+        is_same = sharding.style == style
+        both_shard = sharding.distributes and distributes
+        # The style of a shared weight makes way for another style.
+        makes_way = sharding.style == TIED
+        if is_same or (both_shard and not makes_way):
             earlier.append(sharding.style)
     if not earlier:
         return None
+    name = f"module {path!r}" if path else "the module itself"
     return (
-        f"{style} on module {path!r} ({type(module).__name__}): it already has the style "
+        f"{style} on {name} ({type(module).__name__}): it already has the style "
         f"{earlier[0]}, and a second style would shard its shards. Call unparallelize_module first"
     )
 
 
 def note_undeclared(module: nn.Module, style: str) -> None:
-    """Remember that a style without a declaration was applied."""
+    """Note that a style was applied that has no `ModuleSharding`."""
     earlier = module.__dict__.get(_UNDECLARED, ())
     module.__dict__[_UNDECLARED] = (*earlier, style)
 
 
 def shardings_of(module: nn.Module) -> Iterator[tuple[ModuleSharding, DeviceMesh]]:
-    """Return the records applied to a module, in the order in which they were applied."""
-    records = []
+    """Return the shardings of a module with their meshes, in the order of application."""
+    applied = []
+    # The forward of the style that was applied last is the outermost one.
     forward = forward_of(module)
     while forward is not None:
         if isinstance(forward, Lowered):
-            records.append((forward.sharding, forward.mesh))
+            applied.append((forward.sharding, forward.mesh))
         forward = forward.inner
-    return reversed(records)
+    return reversed(applied)
 
 
 @torch.no_grad()
@@ -282,7 +333,8 @@ def plain_module(module: nn.Module) -> nn.Module:
 
     Shared parameters stay shared.
     """
-    # By `id` of the DTensor. The entry keeps the DTensor alive, so no other object gets its id.
+    # The plain parameter of each DTensor, with `id(DTensor)` as the key. The value has the DTensor,
+    # too, because an object that is freed may leave its id to another object.
     successors: dict[int, tuple[DTensor, nn.Parameter]] = {}
     for owner in module.modules():
         for sharding, mesh in shardings_of(owner):
@@ -311,10 +363,12 @@ def _plain_parameter(param: DTensor) -> nn.Parameter:
     return successor_of(param, param.full_tensor().clone(), plain_grad)
 
 
-# --- fused parameters whose blocks differ, as one DTensor per block, and fused again --------------
-# `weight` becomes `weight_<block>`, and `bias` becomes `bias_<block>`; the local shards are adjacent
-# in one buffer. Blocks are rows: a fused weight of shape (in, out) is transposed when it is split,
-# and transposed back when it is fused.
+# --- fused parameters, which are split into blocks and fused again --------------------------------
+# No placement describes the shard of a fused parameter whose blocks differ, such as q with 8 heads,
+# k and v with 2. Each block becomes a DTensor: `weight` becomes `weight_q`, `weight_k`, `weight_v`,
+# and `bias` becomes `bias_q`, ... The local shards are adjacent in one buffer. Blocks are rows: a
+# fused weight of shape (in, out) is transposed when it is split, and transposed back when it is
+# fused. The rows of a block are a `Heads`: a shard has complete heads.
 
 
 def _rows_first(tensor: Tensor, fused: FusedBlocks) -> Tensor:
@@ -324,6 +378,7 @@ def _rows_first(tensor: Tensor, fused: FusedBlocks) -> Tensor:
 
 def _shard_blocks(tensor: Tensor, fused: FusedBlocks, mesh: DeviceMesh) -> list[DTensor]:
     """Return the blocks of a fused tensor."""
+    # the rows of each block
     sizes = [heads.features for heads in fused.blocks.values()]
     blocks = torch.split_with_sizes(_rows_first(tensor, fused), sizes)
     shards = []
@@ -340,29 +395,29 @@ class BlockRows(NamedTuple):
     """The place of a block in its fused parameter.
 
     Attributes:
-        fused: name of the fused parameter.
+        fused_name: name of the fused parameter.
         start: first row of the block.
         total: rows of the fused parameter.
     """
 
-    fused: str
+    fused_name: str
     start: int
     total: int
 
 
 def block_rows(fused: FusedBlocks) -> Iterator[tuple[str, BlockRows]]:
     """Yield, for the parameter of each block, its place in the fused parameter."""
-    for kind in fused.names:
+    for fused_name in fused.names:
         start = 0
-        for name, heads in fused.parts(kind).items():
-            yield name, BlockRows(kind, start, fused.features)
+        for name, heads in fused.parts(fused_name).items():
+            yield name, BlockRows(fused_name, start, fused.features)
             start += heads.features
 
 
 def make_adjacent(module: nn.Module, fused: FusedBlocks) -> None:
     """Copy the local shards of a module's blocks into one buffer if they are no longer adjacent."""
-    for kind in fused.names:
-        params: list[Any] = [module._parameters[name] for name in fused.parts(kind)]
+    for fused_name in fused.names:
+        params: list[Any] = [module._parameters[name] for name in fused.parts(fused_name)]
         are_distributed = all(isinstance(param, DTensor) for param in params)
         if len(params) > 1 and are_distributed:
             shards = _adjacent([param.detach() for param in params])
@@ -378,24 +433,24 @@ def split_blocks(
     Before anything is changed, the function refuses a parameter that is a DTensor already, or has
     gradient hooks.
     """
-    for kind in fused.names:
-        param = module._parameters.get(kind)
+    for fused_name in fused.names:
+        param = module._parameters.get(fused_name)
         if isinstance(param, DTensor):
             raise TiedWeightError(
-                f"{style}: the fused parameter {kind!r} is a DTensor already; it cannot be split"
+                f"{style}: the fused parameter {fused_name!r} is a DTensor already; it cannot be "
+                "split"
             )
-        has_several_blocks = "" not in fused.blocks
         # Hooks would have to see all blocks at once.
-        if param is not None and has_several_blocks and has_hooks(param):
+        if param is not None and not fused.is_one_block and has_hooks(param):
             raise LayoutError(
-                f"{style}: the fused parameter {kind!r} has gradient hooks, but it is replaced by "
-                f"one parameter for each of {list(fused.blocks)}; remove the hooks, and register "
-                "them on the new parameters afterwards"
+                f"{style}: the fused parameter {fused_name!r} has gradient hooks, but it is "
+                f"replaced by one parameter for each of {list(fused.blocks)}; remove the hooks, "
+                "and register them on the new parameters afterwards"
             )
-    for kind in fused.names:
-        param = module._parameters.get(kind)
+    for fused_name in fused.names:
+        param = module._parameters.get(fused_name)
         if param is None:
-            for name in fused.parts(kind):
+            for name in fused.parts(fused_name):
                 module.register_parameter(name, None)
             continue
         full = param.detach()
@@ -405,8 +460,8 @@ def split_blocks(
             replicated = distribute_tensor(full, mesh, (Replicate(),), src_data_rank=src_data_rank)
             full = replicated.to_local()
         shards = _adjacent(_shard_blocks(full, fused, mesh))
-        module._parameters[kind] = None
-        for name, shard in zip(fused.parts(kind), shards, strict=True):
+        module._parameters[fused_name] = None
+        for name, shard in zip(fused.parts(fused_name), shards, strict=True):
             module.register_parameter(name, successor_of(param, shard, None))
     return {name for name, _ in block_rows(fused)}
 
@@ -457,10 +512,10 @@ def split_fused_entries(
     *_: object,
 ) -> None:
     """Replace a fused entry of a state dict by entries for the module's blocks, before loading."""
-    for kind in fused.names:
-        key = prefix + kind
+    for fused_name in fused.names:
+        key = prefix + fused_name
         full = state_dict.get(key)
-        param = vars(module)["_parameters"].get(kind)
+        param = vars(module)["_parameters"].get(fused_name)
         # The entry may be plain, or a DTensor, as a checkpoint of another plan has it.
         if isinstance(param, DTensor) and isinstance(full, Tensor) and full.shape == param.shape:
             state_dict[key] = _in_layout_of(param.spec, full.detach())
@@ -468,7 +523,7 @@ def split_fused_entries(
             with torch.no_grad():
                 plain = full_tensor(state_dict.pop(key))
             shards = _shard_blocks(plain, fused, mesh)
-            for name, shard in zip(fused.parts(kind), shards, strict=True):
+            for name, shard in zip(fused.parts(fused_name), shards, strict=True):
                 state_dict[prefix + name] = shard
 
 
@@ -481,21 +536,21 @@ def _adjacent(tensors: list[DTensor]) -> list[DTensor]:
 
 def fuse_blocks(module: nn.Module, fused: FusedBlocks) -> None:
     """Put the fused plain parameters back in place of the parameters of the blocks."""
-    if "" in fused.blocks:
+    if fused.is_one_block:
         return
 
     def fuse(blocks: list[Tensor]) -> Tensor:
         rows = torch.cat([full_tensor(block) for block in blocks])
         return _rows_first(rows, fused).contiguous()
 
-    for kind in fused.names:
-        params = [module._parameters.pop(name) for name in fused.parts(kind)]
+    for fused_name in fused.names:
+        params = [module._parameters.pop(name) for name in fused.parts(fused_name)]
         present = [param for param in params if param is not None]
         if not present:
             continue
         grads = [param.grad for param in present if param.grad is not None]
         grad = fuse(grads) if len(grads) == len(present) else None
-        module._parameters[kind] = successor_of(present[0], fuse([*present]), grad)
+        module._parameters[fused_name] = successor_of(present[0], fuse([*present]), grad)
 
 
 def successor_of(param: Tensor, tensor: Tensor, grad: Tensor | None) -> nn.Parameter:

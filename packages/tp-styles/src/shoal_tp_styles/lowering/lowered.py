@@ -1,8 +1,8 @@
 """`Lowered`: a `ModuleForward` that computes on local shards as a `ModuleSharding` declares.
 
 A `Lowered` refers to the module's dict of parameters. When a module is copied or pickled, its
-`Lowered` is built again from the `ModuleSharding`, the record of the style. The functions at the
-end of the file declare the collectives of layout changes for previews.
+`Lowered` is built again from the `ModuleSharding`, the declaration of the style. The functions at
+the end of the file declare the collectives of layout changes for previews.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class Lowered(ModuleForward):
 
     Args:
         module: the module.
-        sharding: the record of the style.
+        sharding: the declaration of the style.
         mesh: the mesh on which the style acts.
         inner: the earlier forward that this forward calls; None for the forward of the class.
 
     Attributes:
         params: the module's own dict of parameters.
-        sharding: the record of the style.
+        sharding: the declaration of the style.
         comm: the communicator of the first axis of the mesh.
         port_in: the port of the first input; replicated if none is declared.
         port_out: the port of the first output; replicated if none is declared.
@@ -84,7 +84,7 @@ class Lowered(ModuleForward):
             self.resolve()
 
     def resolve(self) -> None:
-        """Compute everything that calls need from the record; overridden by each lowering."""
+        """Compute everything that calls need from the declaration; overridden by each lowering."""
 
     def feature_parts(self) -> Sequence[FeaturePart]:
         """Return the parts of the output's features, if they have different layouts."""
@@ -94,7 +94,7 @@ class Lowered(ModuleForward):
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
         """Yield the collectives of one call, forward and backward, for plain inputs.
 
-        By default these are the collectives of the record's inputs and first output.
+        By default these are the collectives of the declared inputs and first output.
         """
         for index in range(len(call.sharding.inputs or ())):
             yield from input_collectives(call, index)

@@ -159,17 +159,17 @@ class FusedLowering(Lowered):
         # For the fused weight and bias, by name of each parameter that they consist of: the ranks
         # that hold the same heads as this rank, or None.
         self.comms: dict[str, dict[str, Comm | None]] = {}
-        for kind in fused.names:
+        for fused_name in fused.names:
             if splits:
-                self.comms[kind] = dict(zip(fused.parts(kind), comms, strict=True))
+                self.comms[fused_name] = dict(zip(fused.parts(fused_name), comms, strict=True))
             else:
-                self.comms[kind] = {kind: None}
+                self.comms[fused_name] = {fused_name: None}
         # the name of the fused weight if its shape is (in, out), so that it has to be transposed
         self.columns: str = fused.names[0] if fused.transposed and not splits else ""
 
-    def concatenate(self, kind: str) -> Tensor | None:
+    def concatenate(self, fused_name: str) -> Tensor | None:
         """Return the local weight (out, in), or bias, of all blocks."""
-        comms = self.comms[kind]
+        comms = self.comms[fused_name]
         # parameters whose gradients are not summed share one autograd node
         local = self.local(*(name for name, comm in comms.items() if comm is None))
         for name, comm in comms.items():
@@ -184,7 +184,7 @@ class FusedLowering(Lowered):
             matrix = torch.cat(shards)
         else:
             matrix = apply(_Concatenate, *shards)
-        return matrix.t() if kind == self.columns else matrix
+        return matrix.t() if fused_name == self.columns else matrix
 
 
 class FusedColumn(FusedLowering):

@@ -173,7 +173,8 @@ class FusedBlocks:
     """A fused weight (and bias); each of its blocks of rows is sharded separately.
 
     Attributes:
-        blocks: features of each block by name, in the order of the rows.
+        blocks: features of each block by name, in the order of the rows. Plain features are a
+            `Heads` too, with `chunked`. A single block has the name "".
         prefix: the fused parameters are `<prefix>weight` and `<prefix>bias`.
         transposed: the fused weight has shape (in, out) instead of (out, in).
     """
@@ -192,11 +193,20 @@ class FusedBlocks:
         """Names of the fused weight and bias."""
         return f"{self.prefix}weight", f"{self.prefix}bias"
 
-    def parts(self, kind: str) -> dict[str, Heads]:
-        """Return the features of each block by parameter name, for a split fused weight or bias."""
+    @property
+    def is_one_block(self) -> bool:
+        """True if there is a single block; its parameter keeps the name of the fused parameter."""
+        return "" in self.blocks
+
+    def parts(self, fused_name: str) -> dict[str, Heads]:
+        """Return the features of each block by parameter name, for a split fused weight or bias.
+
+        Args:
+            fused_name: one of `names`. The parameter of block q of `weight` is `weight_q`.
+        """
         parts: dict[str, Heads] = {}
         for block, heads in self.blocks.items():
-            name = f"{kind}_{block}" if block else kind
+            name = f"{fused_name}_{block}" if block else fused_name
             parts[name] = heads
         return parts
 
@@ -354,7 +364,7 @@ class ModuleSharding:
         return any(isinstance(entry, Shard | HeadShard | ExpertOwner) for entry in declared)
 
     def owners(self, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-        """Return the modules whose own parameters the record describes, with their paths."""
+        """Return the modules whose own parameters the declaration describes, with their paths."""
         return [("", module)] if self.own_parameters else module.named_modules()
 
     def input_port(self, index: int = 0) -> Port:
