@@ -78,7 +78,7 @@ class ShardedTensor(ShardedTensorConstructors):
         (torch.Size([2, 3]), tensor(36.))
     """
 
-    # The state of a process group in a pickled tensor. torch's ShardedTensor has the attribute, too.
+    # The state of a process group in a pickled tensor. torch's ShardedTensor has it, too.
     ProcessGroupState = ProcessGroupState
 
     def _with_local_tensors(self, local_tensors: Sequence[torch.Tensor]) -> ShardedTensor:
