@@ -51,9 +51,9 @@ FOR_TOOLS = re.compile(r"#\s*(type:|noqa|fmt:|pragma)")
 Finding = tuple[int, str]
 
 
-def find_assignments(tree: ast.Module) -> Iterator[Finding]:
+def find_assignments(nodes: list[ast.AST]) -> Iterator[Finding]:
     """Find assignments of several unrelated values, and assignments to several targets."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if not isinstance(node, ast.Assign):
             continue
         if len(node.targets) > 1:
@@ -62,9 +62,9 @@ def find_assignments(tree: ast.Module) -> Iterator[Finding]:
             yield node.lineno, "one value for each assignment"
 
 
-def find_conditionals(tree: ast.Module) -> Iterator[Finding]:
+def find_conditionals(nodes: list[ast.AST]) -> Iterator[Finding]:
     """Find conditional expressions in tuples, subscripts and other conditional expressions."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Tuple):
             parts = node.elts
         elif isinstance(node, ast.Subscript):
@@ -77,9 +77,9 @@ def find_conditionals(tree: ast.Module) -> Iterator[Finding]:
             yield node.lineno, f"a name for the conditional in this {type(node).__name__.lower()}"
 
 
-def find_comprehensions(tree: ast.Module) -> Iterator[Finding]:
+def find_comprehensions(nodes: list[ast.AST]) -> Iterator[Finding]:
     """Find comprehensions that hold a comprehension or a lambda."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if not isinstance(node, COMPREHENSIONS):
             continue
         inner = (part for part in ast.walk(node) if part is not node)
@@ -97,9 +97,9 @@ def find_comments(text: str) -> Iterator[Finding]:
             yield token.start[0], "the comment above this line"
 
 
-def find_positional(tree: ast.Module, names: set[str]) -> Iterator[Finding]:
+def find_positional(nodes: list[ast.AST], names: set[str]) -> Iterator[Finding]:
     """Find calls of our own functions with too many positional arguments."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if not isinstance(node, ast.Call):
             continue
         name = called_name(node)
@@ -110,12 +110,12 @@ def find_positional(tree: ast.Module, names: set[str]) -> Iterator[Finding]:
             yield node.lineno, f"keywords for the arguments of {name} after the fourth"
 
 
-def find_tuples(tree: ast.Module) -> Iterator[Finding]:
+def find_tuples(tree: ast.Module, nodes: list[ast.AST]) -> Iterator[Finding]:
     """Find long tuples that are parameters or results of functions, and names of such types."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and is_long_tuple_type(node.value):
             yield node.lineno, f"a NamedTuple for {ast.unparse(node.value)}"
-    for node in ast.walk(tree):
+    for node in nodes:
         if not isinstance(node, FUNCTIONS) or is_unpacked_by_torch_or_pickle(node):
             continue
         arguments = node.args
@@ -129,12 +129,12 @@ def find_tuples(tree: ast.Module) -> Iterator[Finding]:
             yield node.lineno, f"a NamedTuple for the tuple that {node.name} returns"
 
 
-def find_long(tree: ast.Module) -> Iterator[Finding]:
+def find_long(tree: ast.Module, nodes: list[ast.AST]) -> Iterator[Finding]:
     """Find functions and files with too many statements."""
     count = statements_in(tree)
     if count > LONGEST_FILE:
         yield 1, f"a second file: {count} statements, at most {LONGEST_FILE}"
-    for node in ast.walk(tree):
+    for node in nodes:
         if not isinstance(node, FUNCTIONS) or node.name in MAY_BE_LONG:
             continue
         # the definition itself is a statement too
@@ -218,14 +218,16 @@ def main() -> int:
     names = defined_names([*trees.values()])
     count = 0
     for file, tree in trees.items():
+        # six rules read them, and a walk takes longer than a rule
+        nodes = [*ast.walk(tree)]
         findings = [
-            *find_assignments(tree),
-            *find_conditionals(tree),
-            *find_comprehensions(tree),
+            *find_assignments(nodes),
+            *find_conditionals(nodes),
+            *find_comprehensions(nodes),
             *find_comments(texts[file]),
-            *find_positional(tree, names),
-            *find_tuples(tree),
-            *find_long(tree),
+            *find_positional(nodes, names),
+            *find_tuples(tree, nodes),
+            *find_long(tree, nodes),
         ]
         for line, advice in sorted(findings):
             print(f"{file}:{line}: {advice}")

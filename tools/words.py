@@ -15,6 +15,7 @@ import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -79,14 +80,19 @@ GROUPS = (
 
 def prose(path: Path) -> Iterator[tuple[int, str]]:
     """Yield line numbers and texts of prose: the lines of a page, the strings and comments of a module."""
-    text = path.read_text()
     if path.suffix == ".md":
-        yield from _outside_blocks(text)
+        yield from _outside_blocks(path.read_text())
         return
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type in (tokenize.STRING, tokenize.COMMENT):
-            for offset, line in enumerate(token.string.splitlines()):
-                yield token.start[0] + offset, line
+    for token in _strings_and_comments(path):
+        for offset, line in enumerate(token.string.splitlines()):
+            yield token.start[0] + offset, line
+
+
+# A module is read for words and again for rates; its tokens take most of the time.
+@cache
+def _strings_and_comments(path: Path) -> tuple[tokenize.TokenInfo, ...]:
+    tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+    return tuple(token for token in tokens if token.type in (tokenize.STRING, tokenize.COMMENT))
 
 
 def _outside_blocks(text: str) -> Iterator[tuple[int, str]]:
@@ -100,8 +106,9 @@ def _outside_blocks(text: str) -> Iterator[tuple[int, str]]:
 def findings(path: Path) -> Iterator[str]:
     """One line for each word that should be another."""
     for number, line in prose(path):
+        plain = CODE.sub("", line)
         for pattern, better in PATTERNS:
-            for match in pattern.finditer(CODE.sub("", line)):
+            for match in pattern.finditer(plain):
                 yield f"{path.relative_to(ROOT)}:{number}: {match.group()!r}: write {better}"
 
 
@@ -112,7 +119,7 @@ def texts(path: Path) -> Iterator[tuple[bool, str]]:
         lines = "\n".join(line for _, line in _outside_blocks(source))
         yield from ((False, paragraph) for paragraph in re.split(r"\n\s*\n", lines))
         return
-    yield from ((False, comment) for comment in _comments(source))
+    yield from ((False, comment) for comment in _comments(path))
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             if isinstance(node.value.value, str):
@@ -121,11 +128,11 @@ def texts(path: Path) -> Iterator[tuple[bool, str]]:
             yield from ((False, text) for text in _literals(node))
 
 
-def _comments(source: str) -> Iterator[str]:
+def _comments(path: Path) -> Iterator[str]:
     """Yield comments; consecutive lines are one comment."""
     lines: list[str] = []
     last = 0
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+    for token in _strings_and_comments(path):
         if token.type != tokenize.COMMENT:
             continue
         if lines and token.start[0] != last + 1:
