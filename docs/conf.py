@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
 extensions = [
     "reference_pages",
+    "shared_navigation",
     "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.intersphinx",
