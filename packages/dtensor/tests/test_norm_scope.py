@@ -67,9 +67,10 @@ def test_a_rank_without_gradients_and_a_norm_that_is_not_finite() -> None:
     register_norm_scope(part)
     if own is first:
         own.grad = None
+    assert second.grad is not None
     torch.testing.assert_close(clip_grad_norm_([own], 9.0), second.grad.norm())
     if own is second:
-        own.grad.fill_(torch.inf)
+        second.grad.fill_(torch.inf)
     # on the other rank too, whose gradients are finite
     first.grad = torch.ones_like(first)
     with pytest.raises(RuntimeError, match=r"the norm of order 2\.0 of the gradients is inf"):

@@ -25,7 +25,7 @@ from ...rules.language.rule import LocalCall, Rule, local_function
 _RESHAPES = frozenset({"view", "_unsafe_view", "_reshape_alias", "reshape", "expand", "squeeze"})
 
 
-class _RecordedCall(NamedTuple):
+class _OperatorCall(NamedTuple):
     """A call of an operator that a function has made."""
 
     operator: OpOverload
@@ -38,7 +38,7 @@ class _CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of t
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # of torch
-        self.calls: list[_RecordedCall] = []
+        self.calls: list[_OperatorCall] = []
 
     def __torch_dispatch__(
         self,
@@ -47,7 +47,7 @@ class _CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of t
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        self.calls.append(_RecordedCall(func, args, kwargs or {}))
+        self.calls.append(_OperatorCall(func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
