@@ -33,7 +33,7 @@ from _torch_plans import price, to_torch, torch_meshes, torch_steps
 
 from shoal_dtensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from shoal_dtensor.layout.spec import Spec
-from shoal_dtensor.redistribute.execution.execute import run
+from shoal_dtensor.redistribute.execution.execute import run_plan
 from shoal_dtensor.redistribute.plan import cache_clear, links_of, plan
 from shoal_dtensor.redistribute.traffic import least_bytes, plan_traffic
 from shoal_mesh import Link, abstract_mesh, init_device_mesh, launch
@@ -372,7 +372,7 @@ def overhead() -> None:
             times = race({
                 "torch": lambda t=peer, p=target: t.redistribute(placements=p),
                 "shoal": lambda t=ours, p=(new,): t.redistribute(placements=p),
-                "run": lambda w=way, t=local: run(w, t),
+                "run": lambda w=way, t=local: run_plan(w, t),
             })  # fmt: skip
             ratio = times["shoal"].best / times["torch"].best
             rows.append(

@@ -18,8 +18,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import shoal_dtensor as sd
 from shoal_dtensor import DTensor, Placement, Replicate, Shard, full_tensor
-from shoal_dtensor._torch.compiling import recorded
-from shoal_dtensor.layout.tensor_meta import has_symbols, hashable, settled, traced_with
+from shoal_dtensor._torch.compiling import sizes_in_recorder
+from shoal_dtensor.layout.tensor_meta import has_symbols, hashable, settle_sizes, traced_with
 from shoal_mesh import DeviceMesh, init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks
 
@@ -354,7 +354,7 @@ def test_a_symbol_of_several_factors_is_computed_from_all_of_them() -> None:
             a, b, c = x.shape
             unseen = [a * b * c, a * a, a + b + c, torch.sym_max(a, b) // 2]  # type: ignore[no-untyped-call]  # of torch
 
-        return x.new_zeros(recorded(unseen))
+        return x.new_zeros(sizes_in_recorder(unseen))
 
     graph = make_fx(sizes, tracing_mode="symbolic")(torch.ones(2, 3, 5))
     assert graph(torch.ones(3, 4, 5)).shape == (60, 9, 12, 2)
@@ -372,7 +372,7 @@ def test_symbols_are_keys_and_examples() -> None:
                 has_symbols([1, (2, 3)]),
                 traced_with((n, 4)),
                 bool(n == 6),
-                settled((n,)),
+                settle_sizes((n,)),
             )
         )
         seen.append({hashable((n, 4)), hashable((x.shape[0] * 1, 4)), hashable((n + 1, 4))})

@@ -13,7 +13,7 @@ from torch import Tensor
 from random_specs import draw_spec
 from shoal_dtensor import Partial, Replicate, Shard, Spec
 from shoal_dtensor.errors import RedistributeError
-from shoal_dtensor.redistribute.execution.execute import run
+from shoal_dtensor.redistribute.execution.execute import run_plan
 from shoal_dtensor.redistribute.plan import plan
 from shoal_dtensor.redistribute.shards_in_flight import ShardsInFlight
 from shoal_dtensor.redistribute.steps import Plan
@@ -100,7 +100,7 @@ def test_on_ranks() -> None:
         if src.coordinate is not None:
             mine = shards[coordinates(src).index(src.coordinate)]
         found = plan(src, dst)
-        got = run(found, mine)
+        got = run_plan(found, mine)
         if dst.coordinate is not None:
             wanted = local_shards(full, dst)[coordinates(dst).index(dst.coordinate)]
             assert torch.equal(got, wanted), f"{src}\n{dst}\n{found}"

@@ -16,7 +16,7 @@ from random_specs import draw_spec
 from shoal_dtensor import DTensor, Partial, Replicate, Shard, Spec, coalesce, distribute_tensor
 from shoal_dtensor.errors import RedistributeError
 from shoal_dtensor.layout.placements import Placement
-from shoal_dtensor.redistribute.execution.execute import run
+from shoal_dtensor.redistribute.execution.execute import run_plan
 from shoal_dtensor.redistribute.plan import plan
 from shoal_dtensor.redistribute.shards_in_flight import ShardsInFlight
 from shoal_dtensor.testing import coordinates, local_shards
@@ -57,7 +57,9 @@ def test_random_pairs(mesh_shape: tuple[int, ...], ops: tuple[str, ...]) -> None
     mesh = init_device_mesh("cpu", mesh_shape)
     for src, dst, full in random_pairs(mesh, 40, ops, 3):
         found = plan(src, dst)
-        assert torch.equal(run(found, mine(full, src)), mine(full, dst)), f"{src} {dst}\n{found}"
+        assert torch.equal(run_plan(found, mine(full, src)), mine(full, dst)), (
+            f"{src} {dst}\n{found}"
+        )
 
 
 @on_ranks(4)
@@ -71,8 +73,8 @@ def test_partial_destinations() -> None:
         if Partial("max") not in p or p[0] is p[1]
     ]
     for src, dst in zip(specs, specs[7:] + specs[:7], strict=True):
-        there = run(plan(src, dst), mine(full, src, 5))
-        back = run(plan(dst, reduced(dst)), there)
+        there = run_plan(plan(src, dst), mine(full, src, 5))
+        back = run_plan(plan(dst, reduced(dst)), there)
         assert torch.equal(back, mine(full, reduced(dst))), f"{src} {dst}"
 
 
@@ -86,7 +88,7 @@ def test_coalesced_redistributions_give_the_same_in_fewer_collectives() -> None:
         locals_ = [mine(full, src) for src, _, full in cases]
         with observed() as events:
             if name == "alone":
-                results = [run(p, local) for p, local in zip(plans, locals_, strict=True)]
+                results = [run_plan(p, local) for p, local in zip(plans, locals_, strict=True)]
             else:
                 results = ShardsInFlight(plans, locals_).wait()
         counts[name] = len(events)
@@ -206,7 +208,7 @@ def test_replicas_are_bitwise_equal_after_a_reduction_over_two_axes() -> None:
     for shape in ((257,), (64, 33), (5, 3), (1,), (3, 1, 7), (1024, 512)):
         local = torch.randn(shape, generator=torch.Generator().manual_seed(mesh.get_rank()))
         src = Spec(mesh, (Partial(), Partial()), shape)
-        got = run(plan(src, reduced(src)), local)
+        got = run_plan(plan(src, reduced(src)), local)
         every = all_gather(got.reshape(1, -1), comm).reshape(4, -1)
         assert all(torch.equal(row, every[0]) for row in every)
 
@@ -230,13 +232,15 @@ def test_the_adjoint_of_a_redistribution() -> None:
         shape = [rng.choice((2, 3, 5)) for _ in range(2)]
         src, dst = (draw_spec(rng, mesh, shape, ops=("sum",)) for _ in range(2))
         seed = torch.Generator().manual_seed(100 * case + mesh.get_rank())
-        x = run(plan(src, src), torch.randn(src.local_shape, generator=seed, dtype=torch.float64))
+        x = run_plan(
+            plan(src, src), torch.randn(src.local_shape, generator=seed, dtype=torch.float64)
+        )
         y = torch.randn(dst.local_shape, generator=seed, dtype=torch.float64)
         # Values: replicas of x must agree, as must those of y in the dual space.
         x = agreed(src, x)
         y = agreed(dual(dst), y)
-        left = inner(run(plan(src, dst), x), y)
-        right = inner(x, run(plan(dual(dst), dual(src)), y))
+        left = inner(run_plan(plan(src, dst), x), y)
+        right = inner(x, run_plan(plan(dual(dst), dual(src)), y))
         assert abs(left - right) < 1e-9 * max(1.0, abs(left)), f"{src} {dst}: {left} {right}"
 
 
@@ -256,7 +260,7 @@ def test_memory_order_follows_the_global_stride() -> None:
     full = torch.arange(64.0).reshape(8, 8)
     src = Spec(mesh, (Shard(0),), (8, 8), stride=(1, 8))
     for dst in (src.with_(placements=(Replicate(),)), src.with_(placements=(Shard(1),))):
-        got = run(plan(src, dst), mine(full, src))
+        got = run_plan(plan(src, dst), mine(full, src))
         assert torch.equal(got, mine(full, dst))
         assert got.stride()[0] < got.stride()[1]
 
@@ -267,10 +271,10 @@ def test_results_do_not_share_memory_with_the_source() -> None:
         src = Spec(mesh, (Replicate(),), (8, 4))
         local = torch.zeros(8, 4)
         for placement in (Shard(0), Shard(1), Partial(), Partial("max")):
-            got = run(plan(src, src.with_(placements=(placement,))), local)
+            got = run_plan(plan(src, src.with_(placements=(placement,))), local)
             assert got.untyped_storage().data_ptr() != local.untyped_storage().data_ptr()
             assert got.is_contiguous()
-        assert run(plan(src, src), local) is local
+        assert run_plan(plan(src, src), local) is local
 
 
 def test_an_abstract_mesh_can_plan_but_not_run() -> None:
@@ -278,7 +282,7 @@ def test_an_abstract_mesh_can_plan_but_not_run() -> None:
 
     src = Spec(abstract_mesh((4,)), (Shard(0),), (8,))
     with pytest.raises(NoGroupError, match="abstract"):
-        run(plan(src, src.with_(placements=(Replicate(),))), torch.zeros(2))
+        run_plan(plan(src, src.with_(placements=(Replicate(),))), torch.zeros(2))
 
 
 MOVED = (
@@ -310,5 +314,5 @@ def test_a_shard_of_any_dtype_and_strides_moves() -> None:
                 Spec(mesh, (new,), shape, dtype=dtype),
             )
             for local in with_odd_strides(mine(full, src)):
-                got = run(plan(src, dst), local).contiguous()
+                got = run_plan(plan(src, dst), local).contiguous()
                 assert got.tolist() == mine(full, dst).tolist(), f"{src} {dst} {local.stride()}"

@@ -13,7 +13,7 @@ from torch.fx.traceback import get_current_meta, preserve_node_meta
 
 from shoal_mesh import all_gather, all_to_all_blocks, init_device_mesh
 from shoal_mesh.collectives.graph_dependences import distinct, in_its_pass
-from shoal_mesh.internal import bound
+from shoal_mesh.internal import with_dependence
 from shoal_mesh.testing import fake_world
 
 TRACED = pytest.mark.skipif(
@@ -40,7 +40,7 @@ def collectives(program: Callable[[Tensor], Tensor], x: Tensor) -> int:
 
 def test_eager_code_has_the_tensor_itself() -> None:
     x = torch.ones(2)
-    assert bound(x, x + 1) is x
+    assert with_dependence(x, x + 1) is x
 
 
 @TRACED
@@ -50,12 +50,17 @@ def test_a_bound_result_keeps_the_collective() -> None:
         for shape in ((), (3,), (0, 2)):
             x = torch.ones(shape, requires_grad=True)
             assert (
-                collectives(lambda x: bound(x * 2, all_gather(x.detach().reshape(1, -1), comm)), x)
+                collectives(
+                    lambda x: with_dependence(x * 2, all_gather(x.detach().reshape(1, -1), comm)), x
+                )
                 == 1
             )
         x = torch.ones(3, requires_grad=True)
         assert (
-            collectives(lambda x: bound(x * 2, all_gather((x.detach() * 1j).conj(), comm)), x) == 1
+            collectives(
+                lambda x: with_dependence(x * 2, all_gather((x.detach() * 1j).conj(), comm)), x
+            )
+            == 1
         )
         assert (
             collectives(lambda x: (all_gather(x.detach().reshape(1, -1), comm), x * 2)[1], x) == 0

@@ -86,7 +86,7 @@ def efficient_attention(
     """Return output and log-sum-exp of the memory-efficient CUDA kernel."""
     op = _aten._scaled_dot_product_efficient_attention.default
     # True: also compute the log-sums. 0.0: no dropout.
-    out, lse, *_ = op(q, k, v, _aligned(mask, q), True, 0.0, causal, scale=scale)
+    out, lse, *_ = op(q, k, v, _expand_mask(mask, q), True, 0.0, causal, scale=scale)
     # the kernel pads the log-sums to a multiple of 32 rows
     return out, lse.narrow(-1, 0, q.shape[-2])
 
@@ -100,7 +100,7 @@ def efficient_attention_backward(
     # as exp(score - log-sum), which is exp(-inf) = 0 in the added rows.
     missing_rows = -lse.shape[-1] % 32
     lse = functional.pad(lse.contiguous(), (0, missing_rows), value=torch.inf)
-    aligned_mask = _aligned(mask, q)
+    aligned_mask = _expand_mask(mask, q)
     inputs = (grad, q, k, v, aligned_mask, out, lse, *_no_random_state(lse))
     needs_grads = [True, True, True, False]
     op = _aten._scaled_dot_product_efficient_attention_backward.default
@@ -108,7 +108,7 @@ def efficient_attention_backward(
     return Gradients(dq, dk, dv)
 
 
-def _aligned(mask: Mask, q: Tensor) -> Mask:
+def _expand_mask(mask: Mask, q: Tensor) -> Mask:
     """Expand the mask to all batch rows and heads, with rows aligned to 16 elements.
 
     The kernel requires this alignment.

@@ -122,12 +122,14 @@ def context_parallel(  # noqa: PLR0913  # torch's arguments, and options of the 
         for buffer, dim in sequences:
             shard = known_layout.shard(buffer.detach(), dim, comm.rank)
             shards.append((buffer, shard))
-    with _replaced(shards, unrestored), RoutedAttention(mesh, options):
+    with _swap_contents(shards, unrestored), RoutedAttention(mesh, options):
         yield known_layout
 
 
 @contextmanager
-def _replaced(contents: Sequence[tuple[Tensor, Tensor]], unrestored: set[Tensor]) -> Iterator[None]:
+def _swap_contents(
+    contents: Sequence[tuple[Tensor, Tensor]], unrestored: set[Tensor]
+) -> Iterator[None]:
     """Replace the contents of buffers; restore all of them that are not in `unrestored`."""
     with ExitStack() as after:
         for buffer, shard in contents:

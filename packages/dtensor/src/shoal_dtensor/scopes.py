@@ -81,7 +81,7 @@ context_scope: Callable[[], Scope] = _current.own
 open_blocks: list[None] = _current.blocks
 
 
-def changed(**settings: Any) -> AbstractContextManager[None]:
+def change_settings(**settings: Any) -> AbstractContextManager[None]:
     """Return a block with these settings and the other settings of the enclosing scope."""
     return changed_by(lambda scope: scope.changed(**settings))
 
@@ -103,7 +103,7 @@ def unknown_ops(policy: Unknown) -> Iterator[None]:
         ...     pass
     """
     _check("unknown_ops", policy, get_args(Unknown))
-    with changed(unknown=policy):
+    with change_settings(unknown=policy):
         yield
 
 
@@ -129,7 +129,7 @@ def communication(policy: Communication) -> Iterator[None]:
         ...     pass
     """
     _check("communication", policy, get_args(Communication))
-    with changed(communication=policy):
+    with change_settings(communication=policy):
         yield
 
 
@@ -141,7 +141,7 @@ def implicit_replication() -> Iterator[None]:
         >>> with implicit_replication():
         ...     pass
     """
-    with changed(plain_is_replicated=True):
+    with change_settings(plain_is_replicated=True):
         yield
 
 
@@ -163,7 +163,7 @@ def checked_replicas() -> Iterator[None]:
         >>> with checked_replicas():
         ...     pass
     """
-    with changed(replicas_checked=True):
+    with change_settings(replicas_checked=True):
         yield
 
 
@@ -214,7 +214,7 @@ def obey(operation: str, spec: object, plan: Any) -> None:
 
 
 @contextmanager
-def watched(operation: str) -> Iterator[None]:
+def watch_operation(operation: str) -> Iterator[None]:
     """Apply the communication policy to the collectives of this thread inside the block."""
     scope = current()
     thread = threading.get_ident()

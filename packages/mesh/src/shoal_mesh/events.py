@@ -249,7 +249,7 @@ class _TimedHandle:
         self._waits.append((begin, time.perf_counter()))
 
 
-def observed(  # noqa: PLR0913  # the fields of an event
+def run_observed(  # noqa: PLR0913  # the fields of an event
     run: Callable[[], R],
     op: str,
     comm: Any,

@@ -25,7 +25,7 @@ from .collectives.blocks import pack_blocks, unpack_blocks
 from .collectives.calls import Along, is_read_at_start
 from .collectives.even import all_reduce_
 from .collectives.flat_messages import parts_like, positions_by_dtype
-from .collectives.graph_dependences import bound, contribution
+from .collectives.graph_dependences import contribution, with_dependence
 from .collectives.packed import start_packed
 from .collectives.reductions import sums_are_in_tree, tree_sum
 from .differentiable import adjoint_types, linear_collective

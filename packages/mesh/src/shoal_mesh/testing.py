@@ -126,7 +126,7 @@ def on_ranks(size: int = 4, *, timeout: float | None = 60.0) -> Callable[[F], F]
                 args = tuple(rest)
             # The ranks import the test by its name, find this wrapper, and call its
             # `__shoal_body__`, so they do not come here again.
-            rank_pool(size)._run(run, args, kwargs, state=state, timeout=timeout)
+            rank_pool(size)._run_on_ranks(run, args, kwargs, state=state, timeout=timeout)
 
         run.__shoal_body__ = body  # type: ignore[attr-defined]  # what the ranks call
         return run  # type: ignore[return-value]  # same signature, returns None

@@ -115,7 +115,7 @@ def _model(text: str) -> nn.Module:
         config = AutoConfig.from_pretrained(text)
         model: Any = AutoModelForCausalLM.from_config(config)
     else:
-        named = _named(text)
+        named = _import_object(text)
         model = named if isinstance(named, nn.Module) else named()
     if not isinstance(model, nn.Module):
         raise PlanError(f"{text} must be an nn.Module or return one, got {type(model).__name__}")
@@ -127,10 +127,10 @@ def _plan(text: str, model: nn.Module, mesh: DeviceMesh, inputs: list[torch.Tens
         return auto_plan(model, mesh, *inputs)
     if text == "own":
         return model.tp_plan
-    return json.loads(text) if text.startswith("{") else _named(text)
+    return json.loads(text) if text.startswith("{") else _import_object(text)
 
 
-def _named(text: str) -> Any:
+def _import_object(text: str) -> Any:
     """Return the object `package.module:name`.
 
     Modules of the current folder are found too, as with `python -m`.

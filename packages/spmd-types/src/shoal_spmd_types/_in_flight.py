@@ -86,7 +86,7 @@ class InFlight(Tensor):
         return repr(self.wait())
 
 
-def arrived(tensor: Tensor) -> Tensor:
+def arrived_tensor(tensor: Tensor) -> Tensor:
     """Return a tensor itself, or the tensor that has arrived, without its gradient.
 
     Args:

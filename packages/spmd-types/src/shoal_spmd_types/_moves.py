@@ -30,7 +30,7 @@ from shoal_mesh import (
 )
 from shoal_mesh.internal import Pending
 
-from ._in_flight import InFlight, arrived
+from ._in_flight import InFlight, arrived_tensor
 from ._line import Line
 
 Kind = Literal[
@@ -126,7 +126,7 @@ class Move(torch.autograd.Function):
         ctx.dtype = x.dtype
         step, _ = steps
         # `x` may itself be the result of a collective in flight: wait for it.
-        source = arrived(x)
+        source = arrived_tensor(x)
         if step.in_place:
             ctx.mark_dirty(x)
             return x.copy_(run_step(step, source, line))

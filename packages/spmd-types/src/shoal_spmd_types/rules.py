@@ -84,7 +84,7 @@ def ignore(*tensors: Any) -> None:
     touch(*tensors)
 
 
-def _typed(ndim: int, tensor_type: spmd.TensorType, out: torch.Tensor | None) -> Any:
+def _give_type(ndim: int, tensor_type: spmd.TensorType, out: torch.Tensor | None) -> Any:
     """Give a type to `out`, or else to a new stand-in, and return it."""
     if out is not None:
         if out.ndim != ndim:
@@ -111,7 +111,7 @@ def _move(
     mesh_axis = spmd.normalize_axis(axis)
     spmd.check_source(x, mesh_axis, src, f"rules.{where}")
     ndim = x.ndim + change
-    return _typed(ndim, spmd.moved_type(x, mesh_axis, dst, ndim), out)
+    return _give_type(ndim, spmd.moved_type(x, mesh_axis, dst, ndim), out)
 
 
 def all_reduce(
@@ -370,7 +370,7 @@ def einsum(
         if len(axes_of_dim) > 1 and _shards(by_axis, dim, axes_of_dim):
             order.append((dim, axes_of_dim))
     result_type = spmd.TensorType(by_axis, tuple(order))
-    return _typed(len(labels.result), result_type, out)
+    return _give_type(len(labels.result), result_type, out)
 
 
 class _Labels(NamedTuple):
@@ -548,7 +548,7 @@ def output(out: Any, typed: Any) -> None:
     found = spmd.type_of(typed)
     if found is None:
         raise SpmdTypeError("rules.output: the operand does not have a type; assert one first")
-    _typed(typed.ndim, found, out)
+    _give_type(typed.ndim, found, out)
 
 
 def run_declaration(function: type, outputs: Any, args: tuple[Any, ...]) -> None:

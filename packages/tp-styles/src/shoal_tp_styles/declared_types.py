@@ -39,7 +39,7 @@ def _types_of_move(move: Any, back: Any, where: Sequence[Any]) -> tuple[AxisType
     """Return the types before and after a move; the move `back` of its gradient determines them."""
     if back is moves.reduce:
         return I, R
-    if back is moves.unchanged:
+    if back is moves.keep_tensor:
         return P, I
     shard = _shard_along(*where[1:])
     if back is moves.split:

@@ -209,7 +209,7 @@ class GroupReduction:
         """
         if not self._averages(layout.dtype):
             return layout
-        return _averaged(layout, self.group.axes.mesh.ndim)
+        return _layout_with_averages(layout, self.group.axes.mesh.ndim)
 
     def _on_groups(self, layouts: list[Spec]) -> list[Spec]:
         """Return layouts on separate process groups for collectives, if the user wants that."""
@@ -294,7 +294,7 @@ class GroupReduction:
         if not divides_last:
             self._divide(reduced)
         if communication.hook is not None:
-            reduced = _hooked(reduced, communication.hook, communication.hook_stream)
+            reduced = _apply_hook(reduced, communication.hook, communication.hook_stream)
         if divides_last:
             self._divide(reduced)
         return reduced
@@ -376,7 +376,7 @@ def _collect(group: Group, grads: Grads, kept: Kept) -> _Collected:
     return _Collected(tensors, partial, present)
 
 
-def _hooked(reduced: list[Tensor], hook: Callable[[Tensor], None], stream: Any) -> list[Tensor]:
+def _apply_hook(reduced: list[Tensor], hook: Callable[[Tensor], None], stream: Any) -> list[Tensor]:
     """Pass gradients to a hook, one flat tensor per dtype, which it may write to."""
     hooked = list(reduced)
     for positions in positions_by_dtype([gradient.dtype for gradient in reduced]):
@@ -391,7 +391,7 @@ def _hooked(reduced: list[Tensor], hook: Callable[[Tensor], None], stream: Any) 
     return hooked
 
 
-def arrived(reductions: Sequence[GroupReduction]) -> list[dict[int, Tensor]]:
+def gradients_by_parameter(reductions: Sequence[GroupReduction]) -> list[dict[int, Tensor]]:
     """Return for each reduction its gradients by parameter, without gradients that no rank had.
 
     The host reads flags from the device only if this rank lacks a gradient. It reads the flags of
@@ -425,7 +425,7 @@ def deliver(reductions: Sequence[GroupReduction]) -> None:
     """Add reduced gradients to the gradients of the leaves, when all have arrived."""
     complete = [reduction for reduction in reductions if not reduction.stops_at_replicas]
     incomplete = [reduction for reduction in reductions if reduction.stops_at_replicas]
-    for reduction, grads in zip(complete, arrived(complete), strict=True):
+    for reduction, grads in zip(complete, gradients_by_parameter(complete), strict=True):
         for i, grad in grads.items():
             if i not in reduction.returned:
                 reduction.group.parameters[i].accumulate(grad)
@@ -458,7 +458,7 @@ def _scattered_flags(reduced: Spec, axes: DataAxes) -> Spec:
 
 
 @lru_cache(maxsize=1024)
-def _averaged(layout: Spec, data_axes: int) -> Spec:
+def _layout_with_averages(layout: Spec, data_axes: int) -> Spec:
     """Return the layout with averages in place of sums over the data axes, the first axes."""
     placements = [*layout.placements]
     for axis, placement in enumerate(placements[:data_axes]):

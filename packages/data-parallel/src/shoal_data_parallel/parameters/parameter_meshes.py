@@ -208,9 +208,9 @@ class MeshAssignment:
         axes = answer.mesh_info.axes
         if self._shard_optimizer:
             axes = axes.shared_by_replicas()
-        return Assigned(answer.placement, self._known(axes))
+        return Assigned(answer.placement, self._reuse_equal(axes))
 
-    def _known(self, wanted: DataAxes) -> DataAxes:
+    def _reuse_equal(self, wanted: DataAxes) -> DataAxes:
         """Return the object for these axes: an earlier parameter's if it is equal, or this one."""
         for axes in self._axes:
             if _identity(axes) == _identity(wanted):

@@ -495,7 +495,7 @@ def _layouts(
     if isinstance(shard, Shard):
         dim = shard.dim % len(inner.shape)
         order[dim] = (*order.get(dim, ()), *axes.axes_of_leaves)
-        placements = _within(inner.placements, shard.on_dim(dim), axes)
+        placements = _placements_on_data_axes(inner.placements, shard.on_dim(dim), axes)
     return Spec(
         mesh, [*placements, *inner.placements], *meta, tuple(sorted(order.items()))
     ), gathered
@@ -513,7 +513,9 @@ def _shared_layout(
     return resting
 
 
-def _within(inner: Sequence[Placement], shard: Shard, axes: DataAxes) -> list[Placement]:
+def _placements_on_data_axes(
+    inner: Sequence[Placement], shard: Shard, axes: DataAxes
+) -> list[Placement]:
     """Return the placements on the data axes of a parameter that styles have placed.
 
     If styles have placed it in runs, the data axes shard each run. Example: a fused weight has 3

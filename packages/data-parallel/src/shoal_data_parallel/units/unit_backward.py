@@ -24,7 +24,7 @@ from shoal_dtensor.internal import (
 )
 
 from ..gradients.placeholders import placeholder_for
-from ..gradients.reduction import GroupReduction, arrived, deliver
+from ..gradients.reduction import GroupReduction, deliver, gradients_by_parameter
 from ..parameters.leaf_hooks import SilentHooks
 from .gathered import Views
 from .unit import Forward, Unit
@@ -186,7 +186,7 @@ class UnitBackward:
         )
         if not returned:
             return self._deliver_at_once(forward, {})
-        (reduced,) = arrived(self._reductions[-1:])
+        (reduced,) = gradients_by_parameter(self._reductions[-1:])
         whole_grads: dict[int, Tensor] = {}
         for i in returned & reduced.keys():
             leaf: Any = unit.parameters[i].leaf

@@ -105,15 +105,17 @@ def _call_in_unit(
 ) -> Any:
     output = None
     try:
-        arguments = _before(unit, module, args, kwargs)
+        arguments = _gather_before_forward(unit, module, args, kwargs)
         output = method(*arguments[0], **arguments[1])
     finally:
-        output = _after(unit, module, output)
+        output = _free_after_forward(unit, module, output)
     return output
 
 
 @eager_only
-def _before(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _gather_before_forward(
+    unit: Unit, module: nn.Module, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
     """Gather before the forward of the first module.
 
     Returns the arguments in the dtype of the computation.
@@ -144,7 +146,7 @@ def _before(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any,
 
 
 @eager_only
-def _after(unit: Unit, module: nn.Module, output: Any) -> Any:
+def _free_after_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
     """Free after the forward, also after one that raised; prepare the backward."""
     scope = unit.scope
     schedule = unit.schedule

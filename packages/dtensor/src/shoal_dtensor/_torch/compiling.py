@@ -138,13 +138,13 @@ def recorder_of_sizes() -> Any:
     return None if mode is None else mode.tracer
 
 
-def recorded(sizes: Iterable[Any]) -> tuple[Any, ...]:
+def sizes_in_recorder(sizes: Iterable[Any]) -> tuple[Any, ...]:
     """Return sizes as expressions of the recorder's first symbols: the inputs of the forward."""
     tracer = recorder_of_sizes()
-    return tuple(sizes if tracer is None else [_recorded(size, tracer) for size in sizes])
+    return tuple(sizes if tracer is None else [_size_in_recorder(size, tracer) for size in sizes])
 
 
-def _recorded(size: Any, tracer: Any) -> Any:
+def _size_in_recorder(size: Any, tracer: Any) -> Any:
     """Return a size computed from symbols of the recorder.
 
     Return the size itself if the recorder lacks one of its symbols, or if the size is not an

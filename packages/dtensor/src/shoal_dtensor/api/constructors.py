@@ -26,7 +26,7 @@ from ..layout.dim_sharding import ShardOrder
 from ..layout.partition_spec import Placements, read_placements
 from ..layout.placements import Partial, Placement
 from ..layout.spec import Spec
-from ..redistribute.execution.execute import run
+from ..redistribute.execution.execute import run_plan
 from ..redistribute.plan import plan
 from ..redistribute.scatter import Scatter, shard_of
 from ..spmd.first_check import types_unchecked
@@ -130,7 +130,7 @@ def _local_values(spec: Spec, values: Callable[[Spec], torch.Tensor]) -> torch.T
     are first replicated; then each rank keeps its term.
     """
     start = gradient_spec(spec)
-    return values(start) if start is spec else run(plan(start, spec), values(start))
+    return values(start) if start is spec else run_plan(plan(start, spec), values(start))
 
 
 def distributed_by(
@@ -416,7 +416,7 @@ def _new(
     return DTensor(local, spec, requires_grad=options["requires_grad"])
 
 
-def _drawn(
+def _draw_tensor(
     size: Sequence[Any],
     keywords: Keywords,
     fill: Callable[[DTensor], object],
@@ -487,7 +487,7 @@ def rand(
 
     The arguments are as for `empty`.
     """
-    return _drawn(size, keywords, lambda drawn: drawn.uniform_(generator=generator))
+    return _draw_tensor(size, keywords, lambda drawn: drawn.uniform_(generator=generator))
 
 
 @_factory
@@ -498,7 +498,7 @@ def randn(
 
     The arguments are as for `empty`.
     """
-    return _drawn(size, keywords, lambda drawn: drawn.normal_(generator=generator))
+    return _draw_tensor(size, keywords, lambda drawn: drawn.normal_(generator=generator))
 
 
 @_factory
@@ -514,7 +514,7 @@ def randint(
 
     The keywords are as for `empty`.
     """
-    return _drawn(
+    return _draw_tensor(
         (tuple(size),),
         keywords,
         lambda drawn: drawn.random_(low, high, generator=generator),

@@ -105,7 +105,7 @@ def names_of(
     return dict(zip(names, params, strict=True))
 
 
-def nested(state: Any, groups: Iterable[Mapping[str, Any]]) -> Any:
+def nest_state(state: Any, groups: Iterable[Mapping[str, Any]]) -> Any:
     """Nest a flat state dict by the parameters of some groups, each with options of its own.
 
     A state dict that is not flat is returned as it is.

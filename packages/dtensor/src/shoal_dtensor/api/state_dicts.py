@@ -31,7 +31,7 @@ from .optimizer_states import (
     add_frozen_states,
     check_complete,
     load_states,
-    nested,
+    nest_state,
     optimizers_of,
     with_first_states,
 )
@@ -162,7 +162,7 @@ def set_model_state_dict(
     """
     api, options = _read(options)
     if options.full_state_dict:
-        model_state_dict = _sharded(model_state_dict, api.get_model_state_dict(model), options)
+        model_state_dict = _shard_state(model_state_dict, api.get_model_state_dict(model), options)
     return api.set_model_state_dict(
         model, dict(model_state_dict), options=_sharded_options(options)
     )
@@ -256,7 +256,7 @@ def _load(original: Callable[..., Any], original_get: Callable[..., Any], *args:
         return original(*args)
     sharded_options = _sharded_options(options)
     target = original_get(*owners, replace(sharded_options, ignore_frozen_params=False))
-    return original(*owners, _sharded(state, target, options), sharded_options)
+    return original(*owners, _shard_state(state, target, options), sharded_options)
 
 
 # Makes torch's functions gather and shard DTensors. It is called when the first `Spec` is made.
@@ -298,7 +298,7 @@ def _load_states(
     """
     with with_first_states(optimizers):
         target = get(replace(_sharded_options(options), flatten_optimizer_state_dict=False))
-    state = nested(state, target["param_groups"])
+    state = nest_state(state, target["param_groups"])
     structure = _structure(state, options)
     add_frozen_states(optimizers, target, structure.get("state", {}))
     _check(structure, target)
@@ -332,7 +332,7 @@ def _by_path(state: Any) -> dict[Any, Any]:
     return dict(pytree.tree_leaves_with_path(state))
 
 
-def _sharded(state: Any, target: Mapping[str, Any], options: Any) -> dict[str, Any]:
+def _shard_state(state: Any, target: Mapping[str, Any], options: Any) -> dict[str, Any]:
     """`R -> placements`: return a full state dict of a model in the layouts of the target.
 
     It is checked before any tensor moves.

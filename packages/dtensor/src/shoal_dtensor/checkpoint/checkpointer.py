@@ -134,7 +134,7 @@ class Checkpointer:
             self._background = dist.new_group(backend="gloo"), executor
         group, executor = self._background
         try:
-            staged = _copied(state_of(dict(state_dict)))
+            staged = _copy_to_host(state_of(dict(state_dict)))
         except Exception as error:
             # The other ranks have started to write. They receive the error with the first message
             # of this rank.
@@ -370,7 +370,7 @@ def _failures(error: dist.checkpoint.api.CheckpointException) -> str:
     return "; ".join(texts)
 
 
-def _copied(state: Any) -> Any:
+def _copy_to_host(state: Any) -> Any:
     """Copy a state to memory of the host, so that the program may change it afterwards.
 
     A DTensor is copied by its local shard.

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from .._torch.tensors import pytree, steps_as
-from ..api.optimizer_states import drop_unmade_buffers, first_states, nested
+from ..api.optimizer_states import drop_unmade_buffers, first_states, nest_state
 from ..errors import CheckpointError
 from .components import ComponentLoad, empty_for, with_keys_of
 from .saved_names import (
@@ -76,7 +76,7 @@ class OptimizerLoad(ComponentLoad):
         if tree and "param_groups" not in tree:
             # In a flat state dict, the whole name of an entry is one key.
             names = self._require_names(find_names)
-            tree = nested(tree, [{"params": of_group} for of_group in names])
+            tree = nest_state(tree, [{"params": of_group} for of_group in names])
         saved_groups = tree.get("param_groups", [])
         self.options = [self._options_of(group) for group in saved_groups]
         # For each parameter, the key of its state in the checkpoint. For each group, the position

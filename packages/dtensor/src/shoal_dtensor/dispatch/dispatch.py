@@ -30,9 +30,9 @@ from .._torch.tensors import (
 )
 from ..errors import OperatorArgumentError
 from ..layout.spec import Spec
-from ..layout.tensor_meta import flatten, has_symbols, mapped
+from ..layout.tensor_meta import flatten, has_symbols, map_instances
 from ..redistribute.execution.execute import run_cached, write_back
-from ..scopes import Scope, context_scope, current, entered, open_blocks, watched
+from ..scopes import Scope, context_scope, current, entered, open_blocks, watch_operation
 from .argument_readers import Readers, read_keywords, readers_of
 from .composites import BY_STRIDES, check_strided, groups_by_mesh, run_in_groups
 from .global_call import mesh_of, replicated_spec, run_probe, specs_of
@@ -190,7 +190,7 @@ def dispatch(  # noqa: C901, PLR0912  # see above
         if decision.default_dtype not in (None, torch.get_default_dtype()):
             return _on_cache_miss(call, cache, key)
         if not decision.only_compares_dtype:
-            return _run(call, decision)
+            return _run_decision(call, decision)
     result = decision.call(*local_args, **local_kwargs) if kwargs else decision.call(*local_args)
     kind = decision.result_kind
     if kind is _ONE or (kind is _VIEW and not in_inference_mode()):
@@ -264,7 +264,7 @@ def _on_cache_miss(call: _Call, cache: _OpCache, key: tuple[Any, ...]) -> Any:
     if _LOG.isEnabledFor(logging.DEBUG):
         _log(op, (*specs, *named_specs.values()), decision)
     cache.remember(key, decision)
-    return _run(call, decision, first=(cache, key))
+    return _run_decision(call, decision, first=(cache, key))
 
 
 def _log(op: OpOverload, specs: Sequence[Any], decision: Decision) -> None:
@@ -277,7 +277,7 @@ def _log(op: OpOverload, specs: Sequence[Any], decision: Decision) -> None:
     _LOG.debug("%s(%s) -> %s%s", op, inputs, outputs, "".join(moves))
 
 
-def _run(
+def _run_decision(
     call: _Call, decision: Decision, first: tuple[_OpCache, tuple[Any, ...]] | None = None
 ) -> Any:
     """Run a decision outside of the fast path.
@@ -302,7 +302,7 @@ def _run(
         warn(decision.notice, stacklevel=2)
     if decision.moves:
         call = _move_inputs(call, decision)
-    with watched(decision.watched) if decision.watched else nullcontext():
+    with watch_operation(decision.watched) if decision.watched else nullcontext():
         result = decision.call(*call.local_args, **call.local_kwargs)
     for place, plan in decision.write_backs.items():
         written, at = container_of(place, call.local_args, call.local_kwargs)
@@ -361,7 +361,7 @@ def _wrap(
                 return local
             return wrap_local(cls, local, replicated_spec(mesh, local), False)
 
-        return mapped(result, torch.Tensor, wrap_replicated)
+        return map_instances(result, torch.Tensor, wrap_replicated)
     originals = [*flatten([*args, *kwargs.values()])]
 
     # return the input itself if the operator wrote to it

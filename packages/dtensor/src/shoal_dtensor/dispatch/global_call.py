@@ -17,13 +17,20 @@ import torch
 
 from shoal_mesh import DeviceMesh
 
-from .._torch.compiling import recorded
+from .._torch.compiling import sizes_in_recorder
 from .._torch.operators import Build, DataDependentError, OpOverload, direct, results_of, shapes_of
 from ..errors import OperatorArgumentError, OperatorIndexError
 from ..layout.memory_order import dense_order, dense_stride
 from ..layout.placements import Replicate
 from ..layout.spec import Spec
-from ..layout.tensor_meta import TensorMeta, constant, flatten, has_symbols, mapped, traced_with
+from ..layout.tensor_meta import (
+    TensorMeta,
+    constant,
+    flatten,
+    has_symbols,
+    map_instances,
+    traced_with,
+)
 from ..rules.language.op_call import OpSchema, schema_of
 from ..rules.language.rule import LocalFunction, Rule
 
@@ -54,13 +61,13 @@ def specs_of(
     def spec(tensor: Any) -> Spec:
         return tensor._spec if isinstance(tensor, cls) else replicated_spec(mesh, tensor)
 
-    return mapped([*args], torch.Tensor, spec), mapped({**kwargs}, torch.Tensor, spec)
+    return map_instances([*args], torch.Tensor, spec), map_instances({**kwargs}, torch.Tensor, spec)
 
 
 def specs_in(values: Iterable[Any]) -> list[Spec]:
     """Return the specs in several arguments, in order."""
     specs: list[Spec] = []
-    mapped([*values], Spec, specs.append)
+    map_instances([*values], Spec, specs.append)
     return specs
 
 
@@ -227,7 +234,7 @@ def _builder(args: Sequence[Any], kwargs: Mapping[str, Any], *, has_values: bool
             return empty.fill_(0 if _is_of_integers(value) else 1)
 
         kinds = (Spec, TensorMeta, torch.device, torch.Generator)
-        return mapped(args, kinds, make), mapped({**kwargs}, kinds, make)
+        return map_instances(args, kinds, make), map_instances({**kwargs}, kinds, make)
 
     return build
 
@@ -240,8 +247,8 @@ def _is_of_integers(meta: Spec | TensorMeta) -> bool:
 def _metas_of(result: Any) -> tuple[TensorMeta, ...]:
     metas = []
     for tensor in flatten(result):
-        shape = recorded(tensor.shape)
-        metas.append(TensorMeta(shape, recorded(tensor.stride()), tensor.dtype))
+        shape = sizes_in_recorder(tensor.shape)
+        metas.append(TensorMeta(shape, sizes_in_recorder(tensor.stride()), tensor.dtype))
     return tuple(metas)
 
 
@@ -275,4 +282,4 @@ def without_symbols(value: Any, *, as_traced: bool) -> Any:
             return size
         return int(item)
 
-    return mapped(value, (torch.SymInt, Spec, TensorMeta, torch.Size), replace)
+    return map_instances(value, (torch.SymInt, Spec, TensorMeta, torch.Size), replace)

@@ -17,7 +17,7 @@ from .._torch.operators import OpOverload
 from .._torch.tensors import wrap_local
 from ..errors import NoRuleError
 from ..layout.spec import Spec
-from ..layout.tensor_meta import flatten, mapped
+from ..layout.tensor_meta import flatten, map_instances
 from ..redistribute.steps import Plan
 from ..scopes import current, entered
 from .global_call import specs_of
@@ -63,7 +63,9 @@ def dispatch_observed(
             return observer.run_composite(partial(decision.call, *args, **kwargs))
     if decision.result_kind is ResultKind.DYNAMIC or decision.write_backs:
         raise NoRuleError(f"{op}: its result depends on values, or its writes move between layouts")
-    positional, by_name = mapped(([*args], {**kwargs}), cls, lambda tensor: tensor._local_tensor)
+    positional, by_name = map_instances(
+        ([*args], {**kwargs}), cls, lambda tensor: tensor._local_tensor
+    )
     _move(decision, positional, by_name, observer)
     result = observer.run(decision.call, positional, by_name)
     if decision.result_kind is ResultKind.NONE:

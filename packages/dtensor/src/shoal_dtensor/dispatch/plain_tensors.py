@@ -98,7 +98,7 @@ def verify_replicated(
     is_unknown = any(isinstance(tensor, TRACED) or tensor.is_meta for tensor in tensors)
     is_alone = is_unknown or mesh.size() == 1 or mesh.get_coordinate() is None
     if not candidates and (is_alone or current().communication == "forbid"):
-        raise MixedTensorError(_mixed(operation, shapes))
+        raise MixedTensorError(_text_of_mixed_tensors(operation, shapes))
     if is_alone:
         return
     need = (
@@ -114,7 +114,7 @@ def verify_replicated(
     with purpose(f"{operation}: comparison of plain tensors"):
         (lowest, highest), (accepted, _) = extremes_of_ranks(mesh, lambda: about, numbers)
     if not accepted:
-        raise MixedTensorError(_mixed(operation, shapes))
+        raise MixedTensorError(_text_of_mixed_tensors(operation, shapes))
     if lowest != highest:
         raise MixedTensorError(
             f"{operation} got DTensors together with a plain tensor of shape {shapes} whose values "
@@ -160,7 +160,7 @@ def instead(operation: str) -> str:
     return ""
 
 
-def _mixed(operation: str, shapes: str) -> str:
+def _text_of_mixed_tensors(operation: str, shapes: str) -> str:
     """Return the text of the error for a plain tensor among DTensors."""
     replicated = (
         ", or call it inside implicit_replication(), which treats plain tensors as replicated"

@@ -19,7 +19,7 @@ from .._torch.operators import OpOverload, decomposition_of, is_collective, sign
 from ..errors import InPlaceError, MixedTensorError, NoRuleError
 from ..layout.placements import Replicate
 from ..layout.spec import Spec
-from ..layout.tensor_meta import TensorMeta, flatten, has_symbols, is_list, mapped
+from ..layout.tensor_meta import TensorMeta, flatten, has_symbols, is_list, map_instances
 from ..rng.state import draws_at_once
 from ..rules.language.notation import pointwise
 from ..rules.language.op_call import schema_of
@@ -32,8 +32,8 @@ from ..rules.language.rule import (
     Rule,
     S,
     local_function,
+    no_rows,
     nothing_of,
-    replicated,
 )
 from ..scopes import Scope
 from .assign import Sharding, ShardingProblem, assign, assign_without_moves
@@ -143,7 +143,7 @@ def _decide(
         )
     check_outs(op, outs, result.metas)
     # the arguments with a `TensorMeta` in place of each `Spec`
-    args_of_metas, kwargs_of_metas = mapped(
+    args_of_metas, kwargs_of_metas = map_instances(
         (tuple(args), {**kwargs}), Spec, attrgetter("tensor_meta")
     )
     input_metas = tuple([spec.tensor_meta for spec in inputs])
@@ -472,8 +472,8 @@ def _argument_positions(call: OpCall) -> list[ArgumentPosition]:
 
 _ELEMENT_BY_ELEMENT = pointwise()
 # the rules for unknown_ops("replicate") and unknown_ops("local"); `_LOCAL` is compared by identity
-_REPLICATE = Rule(replicated)
-_LOCAL = Rule(replicated)
+_REPLICATE = Rule(no_rows)
+_LOCAL = Rule(no_rows)
 
 
 def _without_rule(op: OpOverload, scope: Scope) -> Rule:

@@ -23,7 +23,7 @@ from .._torch.tensors import bump_version
 from ..errors import InPlaceError
 from ..layout.memory_order import memory_order
 from ..layout.spec import Spec
-from ..layout.tensor_meta import TensorMeta, flatten, has_symbols, mapped
+from ..layout.tensor_meta import TensorMeta, flatten, has_symbols, map_instances
 from ..redistribute.execution.execute import in_memory_order
 from ..redistribute.steps import Plan
 from ..rules.language.op_call import OpCall, schema_of
@@ -114,7 +114,7 @@ class Decision:
         """
         # `mapped` visits the tensors in the order of `outputs`, so each one takes the next pair.
         placed = zip(self.outputs, self.aliased, strict=True)
-        return mapped(result, Tensor, lambda local: function(local, *next(placed)))
+        return map_instances(result, Tensor, lambda local: function(local, *next(placed)))
 
 
 def result_kind(call: OpCall) -> ResultKind:

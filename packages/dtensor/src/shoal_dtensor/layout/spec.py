@@ -18,7 +18,7 @@ import torch
 from shoal_mesh import DeviceMesh
 from shoal_mesh.internal import constant_when_compiled, require
 
-from .._torch.compiling import recorded, recorder_of_sizes
+from .._torch.compiling import recorder_of_sizes, sizes_in_recorder
 from ..argument_types import check_mesh
 from ..errors import ArgumentTypeError, PlacementError
 from .boxes import Box, spans
@@ -32,7 +32,7 @@ from .tensor_meta import (
     TensorMeta,
     has_symbols,
     hashable,
-    settled,
+    settle_sizes,
     traced_with,
 )
 
@@ -198,10 +198,10 @@ class Spec(Interned):
         cls, mesh: DeviceMesh, placements: Sequence[Placement], meta: TensorMeta, order: Any
     ) -> Spec:
         """Return the spec of symbolic sizes; symbols in unevenly sharded dims become constants."""
-        meta = TensorMeta(recorded(meta.shape), recorded(meta.stride), meta.dtype)
+        meta = TensorMeta(sizes_in_recorder(meta.shape), sizes_in_recorder(meta.stride), meta.dtype)
         normal, order, dims = resolved_layout(placements, mesh.shape, meta.shape, order)
-        shape = settled(meta.shape)
-        stride = settled(meta.stride)
+        shape = settle_sizes(meta.shape)
+        stride = settle_sizes(meta.stride)
         dtype = meta.dtype
         if not has_symbols((shape, stride)):
             return cls(mesh, normal, shape, stride, dtype=dtype, shard_order=order)

@@ -79,7 +79,9 @@ def is_list(value: Any) -> bool:
     return isinstance(value, _LISTS) and not isinstance(value, _ONE_TENSOR)
 
 
-def mapped(value: Any, kinds: type | tuple[type, ...], function: Callable[[Any], Any]) -> Any:
+def map_instances(
+    value: Any, kinds: type | tuple[type, ...], function: Callable[[Any], Any]
+) -> Any:
     """Apply `function` to each instance of `kinds` in arguments or results, in order.
 
     Lists and dicts are walked.
@@ -87,10 +89,10 @@ def mapped(value: Any, kinds: type | tuple[type, ...], function: Callable[[Any],
     if isinstance(value, kinds):
         return function(value)
     if isinstance(value, dict):
-        return {name: mapped(item, kinds, function) for name, item in value.items()}
+        return {name: map_instances(item, kinds, function) for name, item in value.items()}
     if not is_list(value):
         return value
-    items = [mapped(item, kinds, function) for item in value]
+    items = [map_instances(item, kinds, function) for item in value]
     return items if isinstance(value, list) else tuple(items)
 
 
@@ -102,7 +104,7 @@ def with_tensors(value: Any, tensors: Iterable[Tensor]) -> Any:
         tensors: the replacements, in the order in which `mapped` finds the tensors.
     """
     replacements = iter(tensors)
-    return mapped(value, (Tensor, TensorMeta), lambda _: next(replacements))
+    return map_instances(value, (Tensor, TensorMeta), lambda _: next(replacements))
 
 
 # --- sizes that torch.compile keeps as symbols ----------------------------------------------------
@@ -131,7 +133,7 @@ def hashable(value: Any) -> Any:
     return tuple(map(hashable, value)) if isinstance(value, tuple) else value
 
 
-def settled(sizes: Sequence[Any]) -> tuple[int, ...]:
+def settle_sizes(sizes: Sequence[Any]) -> tuple[int, ...]:
     """Return the sizes with an integer in place of every symbol that guards have made constant."""
     settled_sizes = []
     for size in sizes:

@@ -158,7 +158,7 @@ def followed(
     specs = [layout.spec for layout in layouts if layout.spec is not None]
     if all(spec.replicated for spec in specs):
         return [LocalLayout(replicated_spec(specs[0].mesh, out), drawn=True) for out in outs]
-    key = (func, *((out.shape, out.dtype) for out in outs), _described((args, kwargs)))
+    key = (func, *((out.shape, out.dtype) for out in outs), _describe_argument((args, kwargs)))
     try:
         return _results[key]
     except (KeyError, TypeError):
@@ -215,10 +215,10 @@ def _results_of(
         kwargs = {}
     elif name in ("new_empty", "new_zeros", "new_ones", "new_full"):
         return [_made_like(args[0], outs[0])]
-    return _run(function, args, kwargs, outs)
+    return _run_on_specs(function, args, kwargs, outs)
 
 
-def _run(
+def _run_on_specs(
     function: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -344,7 +344,7 @@ def _resized(
     inferred = start + requested.index(-1) if -1 in requested else None
     sizes = list(out.shape)
     for dim in {p.dim for p in spec.placements if isinstance(p, Shard | StridedShard)}:
-        target, size = _scaled(spec, dim, tuple(out.shape), inferred)
+        target, size = _dim_after_reshape(spec, dim, tuple(out.shape), inferred)
         sizes[target] = size if sizes[target] == out.shape[target] else -1
     if -1 in sizes or prod(sizes) != spec.shape.numel():
         raise UnknownLayoutError(
@@ -389,7 +389,9 @@ def _made_like(source: Any, out: Tensor) -> Spec:
     return Spec(source.mesh, placements, shape, None, dtype=out.dtype)
 
 
-def _scaled(spec: Spec, dim: int, out: tuple[int, ...], inferred: int | None) -> tuple[int, int]:
+def _dim_after_reshape(
+    spec: Spec, dim: int, out: tuple[int, ...], inferred: int | None
+) -> tuple[int, int]:
     """Return the dim of a reshaped tensor that a sharded dim went to, and its global size.
 
     In the order of memory, `dim` and the dims after it have `local_shape[dim:].numel()` elements.
@@ -461,14 +463,14 @@ def _global_size(spec: Spec, dim: int, out: tuple[int, ...], target: int) -> tup
     return others * total // others_of_out, 0
 
 
-def _described(value: Any) -> Any:
+def _describe_argument(value: Any) -> Any:
     """Return all properties of an argument that a layout can depend on, as part of a key."""
     if isinstance(value, Tensor):
         return spec_of(value) or (value.shape, value.stride(), value.dtype)
     if type(value) in (tuple, list):
-        return tuple(map(_described, value))
+        return tuple(map(_describe_argument, value))
     if type(value) is dict:
-        return tuple((name, _described(item)) for name, item in value.items())
+        return tuple((name, _describe_argument(item)) for name, item in value.items())
     if type(value) is slice:
         return value.start, value.stop, value.step
     # The type tells values that are equal apart, such as 1 and True.

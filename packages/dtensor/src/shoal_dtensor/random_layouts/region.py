@@ -44,7 +44,7 @@ def watch_draws(root: nn.Module, batch_axes: DeviceMesh | None = None) -> None:
     if batch_axes is not None:
         root.__dict__[_BATCH_AXES] = batch_axes
     batch = _batch_axes(root)
-    meshes = _axes_of(batch, _lowered(root))
+    meshes = _axes_of(batch, _lowered_forwards(root))
     if not meshes:
         return
     drawers = {*drawers_of(root)}
@@ -153,7 +153,7 @@ class DrawRegion(ModuleForward):
     def watched(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the module's forward under a watch of its own."""
         recomputes = in_backward()
-        lowered = _lowered(self.module)
+        lowered = _lowered_forwards(self.module)
         # Modules in the tree may have become parallel since `watch_draws`.
         if not recomputes:
             self.batch = self.batch or _batch_axes(self.module)
@@ -168,7 +168,7 @@ class DrawRegion(ModuleForward):
 
         watch = Watch(joint, axes)
         if recomputes:
-            for key, tensor in _named(args, kwargs):
+            for key, tensor in _plain_tensors_by_key(args, kwargs):
                 if layout_of(tensor) is UNSEEN and key in self.arrived:
                     note_layout(tensor, self.arrived[key])
         elif self.batch is not None:
@@ -203,7 +203,7 @@ class DrawRegion(ModuleForward):
 
     def remember(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Keep the layouts of inputs for a recomputation, whose inputs are other tensors."""
-        for key, tensor in _named(args, kwargs):
+        for key, tensor in _plain_tensors_by_key(args, kwargs):
             layout = layout_of(tensor)
             layout = PLAIN if layout.plain else layout
             if self.arrived.setdefault(key, layout) != layout:
@@ -218,14 +218,16 @@ class DrawRegion(ModuleForward):
 _uncompiled: Any = eager_only(DrawRegion.watched)
 
 
-def _named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Tensor]]:
+def _plain_tensors_by_key(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[Any, Tensor]]:
     """Yield the plain tensors among arguments, each with its key in `DrawRegion.arrived`."""
     for name, value in [*enumerate(args), *kwargs.items()]:
         if type(value) is Tensor:
             yield (name, value.shape, value.dtype), value
 
 
-def _lowered(root: nn.Module) -> dict[nn.Module, ModuleForward]:
+def _lowered_forwards(root: nn.Module) -> dict[nn.Module, ModuleForward]:
     """Return the modules of a tree whose forward a style has replaced, with these forwards."""
     lowered = {}
     for module in root.modules():

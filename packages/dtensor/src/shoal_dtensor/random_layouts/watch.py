@@ -26,7 +26,7 @@ from ..dispatch.global_call import replicated_spec
 from ..errors import LayoutError
 from ..layout.placements import Placement, Replicate, Shard
 from ..layout.spec import Spec
-from ..layout.tensor_meta import flatten, mapped
+from ..layout.tensor_meta import flatten, map_instances
 from ..modules.forwards import ModuleForward
 from ..scopes import implicit_replication
 from ..spmd.first_check import copy_type
@@ -413,7 +413,7 @@ class Watch(FunctionMode):
             args = (target.clone() if target.requires_grad else target.detach(), *args[1:])
             note_layout(args[0], first)
         with implicit_replication():
-            given, named = mapped((tuple(args), dict(kwargs)), Tensor, self._as_dtensor)
+            given, named = map_instances((tuple(args), dict(kwargs)), Tensor, self._as_dtensor)
             drawn = func(*given, **named)
         out: Any
         if type(drawn) is tuple:

@@ -1,4 +1,4 @@
-"""Redistribution between any two placements: `plan` decides, `run` executes.
+"""Redistribution between any two placements: `plan` decides, `run_plan` executes.
 
 Planning and execution do not depend on each other.
 

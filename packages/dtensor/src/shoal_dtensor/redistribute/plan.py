@@ -103,7 +103,7 @@ def _plan(
 
     if is_across and is_strided:
         between = _gather_strided(src if src.is_strided else dst)
-        return _concatenated(plan_within(src, between), plan_within(between, dst))
+        return _concatenate_plans(plan_within(src, between), plan_within(between, dst))
     if is_across:
         return _plan_across(src, dst, plan_within, memory_limit)
     if is_strided:
@@ -200,8 +200,8 @@ def _plan_strided(src: Spec, dst: Spec, within: Callable[[Spec, Spec], Plan]) ->
         if not spec.is_strided:
             continue
         shape = _unfolded_shape(spec)
-        viewed_src = _viewed(src, shape)
-        viewed_dst = _viewed(dst, shape)
+        viewed_src = _spec_of_view(src, shape)
+        viewed_dst = _spec_of_view(dst, shape)
         if viewed_src is None or viewed_dst is None:
             continue
         inner = within(viewed_src, viewed_dst)
@@ -209,7 +209,7 @@ def _plan_strided(src: Spec, dst: Spec, within: Callable[[Spec, Spec], Plan]) ->
         after = [] if viewed_dst is dst else [Step("Reshape", viewed_dst, dst)]
         return replace(inner, src=src, dst=dst, steps=(*before, *inner.steps, *after))
     between = _gather_strided(src, dst)
-    return _concatenated(within(src, between), within(between, dst))
+    return _concatenate_plans(within(src, between), within(between, dst))
 
 
 def _gather_strided(spec: Spec, *others: Spec) -> Spec:
@@ -230,12 +230,12 @@ def _with_replicated(spec: Spec, axes: Collection[int]) -> Spec:
 
 def unfold_spec(spec: Spec) -> Spec:
     """Return the spec of the same memory with its dims unfolded, so that every rank holds a box."""
-    unfolded = _viewed(spec, _unfolded_shape(spec))
+    unfolded = _spec_of_view(spec, _unfolded_shape(spec))
     assert unfolded is not None, "a strided dim is sharded like the dims that it was folded from"
     return unfolded
 
 
-def _concatenated(*plans: Plan) -> Plan:
+def _concatenate_plans(*plans: Plan) -> Plan:
     """Return one plan that runs `plans` one after another."""
     steps = tuple(step for plan in plans for step in plan.steps)
     seconds = sum(plan.seconds for plan in plans)
@@ -257,7 +257,7 @@ def _unfolded_shape(spec: Spec) -> UnfoldedShape:
     return shape
 
 
-def _viewed(spec: Spec, view: UnfoldedShape) -> Spec | None:
+def _spec_of_view(spec: Spec, view: UnfoldedShape) -> Spec | None:
     """Return the spec of the same memory under the shape of `view`.
 
     Return None if ranks would not hold boxes of that shape.
@@ -324,7 +324,7 @@ def _plan_across(
     for sent, received in product(_transfer_layouts(src, partials_of_src), targets):
         reduce = within(src, sent)
         transfer = _transfer(sent, received)
-        plans.append(_concatenated(reduce, transfer, within(received, dst)))
+        plans.append(_concatenate_plans(reduce, transfer, within(received, dst)))
     fitting = [p for p in plans if memory_limit is None or p.peak_bytes <= memory_limit]
     if not fitting:
         leanest = min(p.peak_bytes for p in plans)

@@ -2,7 +2,7 @@
 
 A step leads from one spec to the next. It records its kind, its mesh axes, its expected time and
 the bytes that the busiest rank receives; it does nothing itself. `rank_step` turns a step into
-the work of one rank, `run` executes it, `explain` prints it.
+the work of one rank, `run_plan` executes it, `explain` prints it.
 """
 
 from __future__ import annotations

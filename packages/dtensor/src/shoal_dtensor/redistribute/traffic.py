@@ -31,14 +31,14 @@ def plan_traffic(plan: Plan) -> dict[tuple[int, int], float]:
         # Example: on a mesh of (2, 2) the rank at (1, 0) has the number 2.
         numbers = {coordinate: number for number, coordinate in enumerate(coordinates)}
         for coordinate, receiver in numbers.items():
-            for sender, elements in _received(step, coordinate).items():
+            for sender, elements in _received_elements(step, coordinate).items():
                 if sender != coordinate and elements:
                     pair = (numbers[sender], receiver)
                     traffic[pair] = traffic.get(pair, 0.0) + elements * itemsize
     return traffic
 
 
-def _received(step: Step, coordinate: tuple[int, ...]) -> dict[tuple[int, ...], float]:
+def _received_elements(step: Step, coordinate: tuple[int, ...]) -> dict[tuple[int, ...], float]:
     """Return the elements that the rank at `coordinate` receives from each rank of its group."""
     group = members(step.src, step.axes, coordinate)
     match step.name:

@@ -108,13 +108,13 @@ def _values(
     counter = (block & _MASK, row & _MASK, row >> 32, block >> 32)
     # The shape is (rows, blocks, 4).
     words = torch.stack(philox(counter, key), -1)
-    values = _distributed(fill, words, dtype).flatten(1)
+    values = _values_of_blocks(fill, words, dtype).flatten(1)
     # In the example, they are 1:6 of the columns 4:12.
     skipped = left % values_of_block
     return values[:, skipped : skipped + right - left]
 
 
-def _distributed(fill: Fill, words: Tensor, dtype: torch.dtype) -> Tensor:
+def _values_of_blocks(fill: Fill, words: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the values of each block.
 
     For `bernoulli_` without arguments, return uniform values to compare with the operand.

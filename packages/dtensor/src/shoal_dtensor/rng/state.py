@@ -50,7 +50,7 @@ _current = ScopedValue("shoal_dtensor_random_mode", _DEFAULT)
 current_mode: Callable[[], RandomMode] = _current.get
 
 
-def _checked(mode: Mode, axes: Sequence[int | str]) -> RandomMode:
+def _check_mode(mode: Mode, axes: Sequence[int | str]) -> RandomMode:
     """Return a random mode; raise a ValueError if there is none of this name, or for its axes."""
     if mode not in get_args(Mode):
         raise ValueError(f"random mode: expected one of {', '.join(get_args(Mode))}, got {mode!r}")
@@ -70,7 +70,7 @@ def set_random_mode(mode: Mode, axes: Sequence[int | str] = ()) -> None:
         >>> set_random_mode("local")
         >>> set_random_mode("single_device")
     """
-    _current.set(_checked(mode, axes))
+    _current.set(_check_mode(mode, axes))
 
 
 def get_random_mode() -> Mode:
@@ -116,7 +116,7 @@ def random_mode(mode: Mode, axes: Sequence[int | str] = ()) -> Iterator[None]:
         ...     current_mode().axes
         ('dp',)
     """
-    entered = replace(_checked(mode, axes), outside=tuple(checkpoints()))
+    entered = replace(_check_mode(mode, axes), outside=tuple(checkpoints()))
     with _current.changed(lambda _: entered):
         yield
 

@@ -232,9 +232,9 @@ class Windows(ShardingMap):
     def __call__(self, sharding: DimSharding) -> DimSharding:
         # `resharded` calls `_before` with the first input of each shard, for its first output.
         # Example: 8 inputs sharded as 5 + 3, kernel 3, padding 1. The outputs begin at 0 and 5.
-        return sharding.resharded(self._before, self.outputs)
+        return sharding.resharded(self._outputs_before, self.outputs)
 
-    def _before(self, position: int) -> int:
+    def _outputs_before(self, position: int) -> int:
         """Return the number of outputs that belong to the inputs before `position`."""
         if position >= self.length:
             return self.outputs
@@ -367,7 +367,7 @@ def _needs_halo(windows: Windows) -> bool:
 
 def _reads_others(windows: Windows, sharding: DimSharding) -> bool:
     """Tell whether any shard reads inputs that the shard does not hold."""
-    reads = map(windows.clipped, _wanted(windows, sharding))
+    reads = map(windows.clipped, _ranges_read(windows, sharding))
     pairs = zip(spans(sharding.sizes), reads, strict=True)
     for (first, last), (start, stop) in pairs:
         reaches_out = start < first or last < stop
@@ -376,7 +376,7 @@ def _reads_others(windows: Windows, sharding: DimSharding) -> bool:
     return False
 
 
-def _wanted(windows: Windows, sharding: DimSharding) -> list[Interval]:
+def _ranges_read(windows: Windows, sharding: DimSharding) -> list[Interval]:
     """Return the range that each shard's windows read; an empty range if a shard has no windows."""
     outputs_of_shards = spans(windows(sharding).sizes)
     wanted = []
@@ -406,7 +406,7 @@ class Halos:
                 continue
             sharding = spec.dim_sharding(dim)
             places = [(start,) for start in sharding.offsets]
-            wanted = _wanted(windows_of_dim, sharding)
+            wanted = _ranges_read(windows_of_dim, sharding)
             moves = _reads_others(windows_of_dim, sharding)
             exchange = Relocation(spec, dim, places, wanted, moves=moves)
             # The outputs of this rank, the inputs that they read, and the outputs that the operator

@@ -25,7 +25,7 @@ from .._torch.interception import (
 from .._torch.operators import OpOverload, decomposition_of, signature_of
 from ..dispatch.propagate import rule_of
 from ..errors import SpmdTypeError
-from ..layout.tensor_meta import mapped
+from ..layout.tensor_meta import map_instances
 from ..rules.language.op_call import schema_of
 from ..scopes import current as current_scope
 from ..tensor.dtensor import DTensor
@@ -124,7 +124,7 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
         for tensor in tensors:
             if type_of(tensor) is not None:
                 on_current_mesh(tensor, where)
-        before = [(tensor, type_of(tensor)) for tensor in _written(func, args, kwargs)]
+        before = [(tensor, type_of(tensor)) for tensor in _written_tensors(func, args, kwargs)]
         result = func(*args, **kwargs)
         outputs = tensors_in(result)
         inferred = self._infer(func, args, kwargs, outputs)
@@ -153,14 +153,14 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
             operands.append(operand)
             return operand
 
-        described, named = mapped((args, {**kwargs}), Tensor, read)
+        described, named = map_instances((args, {**kwargs}), Tensor, read)
         described = with_wildcard(func, described)
         axes = _common_axes(func, operands)
         is_varying = varying_axes()
         varying = frozenset([axis for axis in axes if is_varying(axis)])
         metas = tuple([local_meta(output) for output in outputs])
         leading = LEADING.own()
-        key = (func, _frozen(described), _frozen(named), varying, axes, metas, leading)
+        key = (func, _hashable(described), _hashable(named), varying, axes, metas, leading)
         found = self._results.get(key)
         if found is None:
             if not self.is_local:
@@ -183,14 +183,14 @@ def _are_on_current_mesh(tensors: Sequence[Tensor]) -> bool:
     return all(found is None or found.by_axis.keys() == axes for found in types)
 
 
-def _frozen(value: Any) -> Any:
+def _hashable(value: Any) -> Any:
     """Return a hashable value for the arguments of a call."""
     if isinstance(value, Operand):
         return value
     if isinstance(value, list | tuple):
-        return tuple(map(_frozen, value))
+        return tuple(map(_hashable, value))
     if isinstance(value, dict):
-        return tuple([(name, _frozen(item)) for name, item in value.items()])
+        return tuple([(name, _hashable(item)) for name, item in value.items()])
     # 1, 1.0 and True are equal but give different dtypes.
     return (type(value), value) if isinstance(value, int | float) else value
 
@@ -203,7 +203,7 @@ def _run_untyped(
     schema = schema_of(func)
     made_of_constants = all(map(is_constant, tensors)) or func is torch.ops.aten.lift_fresh.default
     if schema.is_random or not made_of_constants:
-        for tensor in _written(func, args, kwargs):
+        for tensor in _written_tensors(func, args, kwargs):
             mark_constant(tensor, False)
             if tensor._base is not None:
                 mark_constant(tensor._base, False)
@@ -213,7 +213,9 @@ def _run_untyped(
     return result
 
 
-def _written(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+def _written_tensors(
+    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[Tensor]:
     """Return the tensors that a call writes to."""
     schema = schema_of(func)
     if not schema.written and not schema.outs:

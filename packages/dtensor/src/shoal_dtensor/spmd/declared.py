@@ -100,7 +100,7 @@ def _declare_linear(outputs: Any, args: tuple[Any, ...]) -> None:
             "call it in a function with declared types, or use a sum, a gather, a scatter or an "
             "all-to-all"
         )
-    src, dst = [_named(name) for name in found]
+    src, dst = [_type_of_name(name) for name in found]
     axis = normalize_axis(comm)
     check_source(tensor, axis, src, "shoal_mesh.differentiable")
     set_type(outputs, moved_type(tensor, axis, dst, outputs.ndim))
@@ -154,7 +154,7 @@ def _declare_from_local(outputs: Any, args: tuple[Any, ...]) -> None:
             check_source(local, axis, I if kind is R else kind, "DTensor.from_local")
 
 
-def _named(name: str) -> AnyAxisType:
+def _type_of_name(name: str) -> AnyAxisType:
     """Return the type with a name: `"R"`, `"P"`, `"I"`, `"V"` or `"S(1)"`."""
     if name.startswith("S"):
         return Shard(int(name[2:-1]))

@@ -51,7 +51,7 @@ class _Calls(threading.local):
 _CALLS = _Calls()
 
 
-def _before(module: nn.Module, args: tuple[Any, ...]) -> None:
+def _check_inputs(module: nn.Module, args: tuple[Any, ...]) -> None:
     """Check a module's inputs and pause the checker for its forward, if it has a boundary."""
     # Appended first, because `_after` also runs if this hook raises.
     _CALLS.running.append(_ModuleCall())
@@ -67,7 +67,7 @@ def _before(module: nn.Module, args: tuple[Any, ...]) -> None:
     _CALLS.running[-1] = _ModuleCall(boundary, pause)
 
 
-def _after(module: nn.Module, args: tuple[Any, ...], *kwargs_and_outputs: Any) -> None:
+def _type_outputs(module: nn.Module, args: tuple[Any, ...], *kwargs_and_outputs: Any) -> None:
     """Give the outputs of a call their types; after an error torch passes no keyword arguments."""
     call = _CALLS.running.pop() if _CALLS.running else _ModuleCall()
     if call.boundary is None or call.pause is None:
@@ -85,8 +85,8 @@ def module_boundaries() -> Iterator[None]:
     if not BOUNDARY_FINDERS:
         yield
         return
-    before = register_module_forward_pre_hook(_before)
-    after = register_module_forward_hook(_after, with_kwargs=True, always_call=True)
+    before = register_module_forward_pre_hook(_check_inputs)
+    after = register_module_forward_hook(_type_outputs, with_kwargs=True, always_call=True)
     try:
         yield
     finally:

@@ -98,11 +98,11 @@ def pending(cls: Any, batch: CoalescedBatch, spec: Spec, device: torch.device) -
 
 def gradient_spec(spec: Spec) -> Spec:
     """Return the default layout of a tensor's gradient: replicated on axes with partial values."""
-    return _reduced(spec) if spec.partials else spec
+    return _reduced_spec(spec) if spec.partials else spec
 
 
 @remembered(4096)
-def _reduced(spec: Spec) -> Spec:
+def _reduced_spec(spec: Spec) -> Spec:
     return spec.without_partials()
 
 

@@ -71,7 +71,7 @@ def simulate(plan: Plan, shards: Sequence[Tensor]) -> list[Tensor]:
     targets = _ranks(plan.dst)
     tensors = dict(zip(sources, shards, strict=True))
     for step in plan.steps:
-        tensors |= _run(step, tensors)
+        tensors |= _run_step(step, tensors)
     if plan.steps and plan.slices:
         tensors = {rank: tensor.clone() for rank, tensor in tensors.items()}
     return [tensors[rank] for rank in targets]
@@ -82,7 +82,7 @@ def _ranks(spec: Spec) -> list[int]:
     return [spec.mesh.rank_at(coordinate) for coordinate in coordinates(spec)]
 
 
-def _run(step: Step, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
+def _run_step(step: Step, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
     """Run one step on all ranks of its mesh (of both meshes, for a transfer)."""
     mesh = step.src.mesh
     if step.name == "Transfer":
@@ -100,7 +100,7 @@ def _run(step: Step, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
             group = _group(step, rank, one_step.collective)
             sent = [buffers[member] for member in group]
             calls = [rank_steps[member].collective for member in group]
-            received = _received(sent, group.index(rank), calls)
+            received = _result_of_member(sent, group.index(rank), calls)
         after[rank] = one_step.finish(received, tensors[rank])
     return after
 
@@ -115,7 +115,9 @@ def _group(step: Step, rank: int, call: CollectiveCall) -> list[int]:
     return [mesh.rank_at(member) for member in coordinates_of_group]
 
 
-def _received(buffers: list[Tensor], me: int, calls: Sequence[CollectiveCall | None]) -> Tensor:
+def _result_of_member(
+    buffers: list[Tensor], me: int, calls: Sequence[CollectiveCall | None]
+) -> Tensor:
     """Return a collective's result for one member of a group, from the buffers of all members."""
     calls_of_group = [call for call in calls if call is not None]
     call = calls_of_group[me]
@@ -186,12 +188,12 @@ def part_of(full: Tensor, spec: Spec, coordinate: Coordinate) -> Tensor:
         coordinate: the coordinate of a rank, one index per mesh axis.
     """
     if spec.is_strided:
-        return full[_where(spec, coordinate)]
+        return full[_indices_of_part(spec, coordinate)]
     box = spec.box(coordinate)
     return full[tuple(slice(start, stop) for start, stop in box)]
 
 
-def _where(spec: Spec, coordinate: Coordinate) -> tuple[Tensor, ...]:
+def _indices_of_part(spec: Spec, coordinate: Coordinate) -> tuple[Tensor, ...]:
     """Return index tensors that select a rank's part of a global tensor."""
     indices_of_dims = []
     for sharding in spec.dim_shardings:
@@ -227,7 +229,7 @@ def global_value(shards: Sequence[Tensor], spec: Spec) -> Tensor:
         terms[place] = torch.zeros(spec.shape, dtype=shards[0].dtype, device="cpu")
         filled[place] = torch.zeros(spec.shape, dtype=torch.bool, device="cpu")
     for c, shard in zip(coordinates(spec), shards, strict=True):
-        where = _where(spec, c)
+        where = _indices_of_part(spec, c)
         wanted = tuple(spec.local_shape_at(c))
         assert shard.shape == wanted, (
             f"rank at {c}: the shard has shape {tuple(shard.shape)}, but the spec has {wanted}"

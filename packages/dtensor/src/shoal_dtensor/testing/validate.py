@@ -225,7 +225,9 @@ class CallTrial:
         self.tensors: list[Tensor] = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
         out_arguments = [kwargs[name] for name in self.outs]
         outs = [t.clone() for t in flatten(out_arguments)]
-        self.results: tuple[Any, list[Tensor]] = _alone(partial(self._run, self.tensors, outs))
+        self.results: tuple[Any, list[Tensor]] = _alone(
+            partial(self._run_on_copies, self.tensors, outs)
+        )
         args, kwargs = pytree.tree_map(_meta, (args, self.kwargs))
         result, _ = self.results
         inputs = tuple(map(_meta, self.tensors))
@@ -243,7 +245,7 @@ class CallTrial:
         written = [(i, output) for i, output in self.call.fixed if output is not None]
         return all(row.inputs[i] == row.outputs[output] for i, output in written)
 
-    def _run(
+    def _run_on_copies(
         self,
         tensors: Sequence[Tensor],
         outs: Sequence[Tensor],
@@ -351,7 +353,9 @@ class CallTrial:
                 torch.empty(spec.local_shape, dtype=spec.dtype, device="cpu")
                 for spec in local_call.outputs
             ]
-        return self._run(shards, targets, local_function(self.rule, local_call, communicates))
+        return self._run_on_copies(
+            shards, targets, local_function(self.rule, local_call, communicates)
+        )
 
     def _problems(self, results: Sequence[Any], local_call: LocalCall) -> Iterator[str]:
         """Describe the differences: outputs first, then the inputs that the operator writes."""

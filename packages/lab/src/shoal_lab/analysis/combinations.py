@@ -63,7 +63,7 @@ def explain_copies(
         _stale,
         _microbatches,
         _wrong_shard,
-        _permuted,
+        _find_permutation,
         _some_ranks,
         _some_rows,
         weigh_ranks,
@@ -319,7 +319,7 @@ def _axes_between(pairs: Sequence[tuple[int, int]], setting: Setting) -> tuple[s
     return tuple(axis for axis in grid.names if axis in differing)
 
 
-def _permuted(
+def _find_permutation(
     copies: Sequence[RankCopy], expected: Expected, setting: Setting, quantity: str
 ) -> list[FittingExplanation]:
     """Find the elements of wrong ranks in another order in their shard, or in the whole tensor."""

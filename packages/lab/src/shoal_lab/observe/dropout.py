@@ -51,10 +51,10 @@ class DropoutWatch:
         """
         self._replaces = torch.compiler.disable(self._replaces)  # type: ignore[method-assign, no-untyped-call]  # of this instance; of torch
         for name in _NAMES:
-            setattr(F, name, self._watched(getattr(F, name)))
+            setattr(F, name, self._record_masks(getattr(F, name)))
         F.scaled_dot_product_attention = self._watched_attention(F.scaled_dot_product_attention)
 
-    def _watched(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def _record_masks(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Return a dropout that records its mask."""
 
         def dropout(

@@ -289,7 +289,7 @@ class ProgramObserver:
             # a second step of this optimizer, without a forward between them
             self._close_step()
         # also parameters that this optimizer does not have, if a root has them
-        parameters = self._named(optimizer)
+        parameters = self._parameters_of_roots(optimizer)
         updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
         trained = {name: value for name, value in parameters.items() if id(value) in updated}
         self._step.trained |= trained.keys()
@@ -320,14 +320,14 @@ class ProgramObserver:
     def _read_states(self, optimizer: Any) -> Values:
         """Copy the optimizer's state, by parameter and key."""
         states = Values()
-        for name, parameter in self._named(optimizer).items():
+        for name, parameter in self._parameters_of_roots(optimizer).items():
             state = optimizer.state.get(parameter, {})
             values = {key: value for key, value in state.items() if isinstance(value, Tensor)}
             for key, value in self._read(values).items():
                 states[f"{name} {key}"] = value
         return states
 
-    def _named(self, optimizer: Any) -> dict[str, Tensor]:
+    def _parameters_of_roots(self, optimizer: Any) -> dict[str, Tensor]:
         """Return the parameters of all roots, and parameters that only the optimizer has."""
         parameters = self._roots.parameters()
         known = {id(parameter) for parameter in parameters.values()}
@@ -346,15 +346,15 @@ class ProgramObserver:
     def _watch_functions(self) -> None:
         """Replace functions of torch, to record numbers of targets, gradient norms and groups."""
         for name in _LOSSES:
-            setattr(F, name, self._counted(getattr(F, name)))
+            setattr(F, name, self._count_targets(getattr(F, name)))
         utilities: Any = nn.utils
         normed = self._normed(utilities.clip_grad_norm_)
         utilities.clip_grad_norm_ = normed
         utilities.clip_grad.clip_grad_norm_ = normed
         module: Any = dist
-        module.new_group = self._grouped(dist.new_group)
+        module.new_group = self._record_groups(dist.new_group)
 
-    def _counted(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def _count_targets(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Return a loss function that records its number of targets."""
 
         @functools.wraps(function)
@@ -380,7 +380,7 @@ class ProgramObserver:
 
         return clip
 
-    def _grouped(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _record_groups(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a `new_group` that records the ranks of the group."""
 
         @functools.wraps(function)

@@ -12,7 +12,7 @@ from torch import Tensor
 from .._torch import is_traced
 from ..argument_types import require, require_each
 from ..errors import CollectiveError, CollectiveTypeError
-from ..events import observed, observers
+from ..events import observers, run_observed
 from ..groups.process_groups import Comm
 from ..groups.world import device_of
 from . import calls
@@ -29,7 +29,7 @@ from .calls import (
     resolve,
 )
 from .flat_messages import parts_like
-from .graph_dependences import bound
+from .graph_dependences import with_dependence
 
 Blocks = Sequence[Sequence[Tensor]]
 
@@ -145,7 +145,7 @@ def _exchange(blocks: Blocks, comm: Comm, out: Blocks) -> None:
     if any(blocks) or any(out):
         tensors = (flat[: sum(sent_counts)],)
     flow = (sent_counts, received_counts)
-    observed(run, "all_to_all_single", comm, tensors, flow=flow)
+    run_observed(run, "all_to_all_single", comm, tensors, flow=flow)
 
 
 def _blocks_in_message(blocks: Blocks, order: Sequence[int], kept: int | None) -> Blocks:
@@ -157,7 +157,7 @@ def _depend_on(received: Tensor, out: Blocks) -> None:
     """Have the first output depend on an empty message, which the compiler would drop."""
     first = next(chain.from_iterable(out), None)
     if first is not None:
-        first.copy_(bound(first, received))
+        first.copy_(with_dependence(first, received))
 
 
 def pack_blocks(blocks: Sequence[Tensor], *, like: Tensor | None = None) -> Tensor:
@@ -192,7 +192,7 @@ def _pack(blocks: Sequence[Tensor], like: Tensor | None) -> Tensor:
     if not filled:
         example = blocks[0] if blocks else like
         assert example is not None, "no blocks, no dtype"
-        return bound(example.new_empty((0,)), example)
+        return with_dependence(example.new_empty((0,)), example)
     if is_traced(filled[0]):
         return torch.cat([block.reshape(-1) for block in filled])
     joined = _as_one(filled)

@@ -122,7 +122,7 @@ class C10dTransport(Transport):
             peers.retract()
             raise
 
-    def _watched(self, work: Work, tensor: Tensor) -> Handle:
+    def _watch_ranks(self, work: Work, tensor: Tensor) -> Handle:
         """Return the handle of a work; for gloo, one that watches the other ranks in its wait."""
         if not self._gloo or not tensor.is_cpu:
             return work
@@ -194,7 +194,7 @@ class C10dTransport(Transport):
             return Pending(tensor, work, lambda total: total.mul_(after))
         call = self._kind.allreduce
         work = self._call_backend(tensor, "all_reduce", call, [tensor], _ALL_REDUCE[op], op=op)
-        return self._watched(work, tensor)
+        return self._watch_ranks(work, tensor)
 
     def all_gather(self, tensor: Tensor, out: Tensor) -> Handle:
         sent = tensor
@@ -204,7 +204,7 @@ class C10dTransport(Transport):
             target = as_bytes(out)
         call = call_of(self._kind, "all_gather")
         work = self._call_backend(tensor, "all_gather", call, target, sent, _ALL_GATHER)
-        return self._watched(work, tensor)
+        return self._watch_ranks(work, tensor)
 
     def reduce_scatter(self, tensor: Tensor, out: Tensor, op: str) -> Handle:
         if op in _ON_BITS and self._moves_only(tensor):
@@ -250,13 +250,13 @@ class C10dTransport(Transport):
             receive = [count * width for count in receive]
         call = call_of(self._kind, "all_to_all")
         work = self._call_backend(tensor, kind, call, target, sent, receive, send, _ALL_TO_ALL)
-        return self._watched(work, tensor)
+        return self._watch_ranks(work, tensor)
 
     def broadcast_(self, tensor: Tensor, root: int) -> Handle:
         sent = tensor if tensor.dtype in PLAIN else as_bytes(tensor)
         call = self._kind.broadcast
         work = self._call_backend(tensor, "broadcast", call, [sent], _FROM(root), root=root)
-        return self._watched(work, tensor)
+        return self._watch_ranks(work, tensor)
 
 
 class AcrossHosts(C10dTransport):
@@ -308,7 +308,7 @@ class AcrossHosts(C10dTransport):
         shared = SharedMemoryTransport(channel, C10dTransport(inside, channel))
         return shared, C10dTransport(between, channel, self._name)
 
-    def _run(
+    def _run_steps(
         self, steps: Callable[..., None], kind: str, tensor: Tensor, *, op: str = "", root: int = 0
     ) -> Handle:
         """Run all steps as one collective, unseen by modes.
@@ -328,7 +328,7 @@ class AcrossHosts(C10dTransport):
         def steps(inside: Transport, between: Transport, _: int) -> None:
             # 2 ranks a host, windows of 4 elements, abcd efgh: the first rank carries ab and ef,
             # the second cd and gh.
-            whole = self._padded(tensor)
+            whole = self._pad_to_ranks(tensor)
             own_parts = whole.new_empty(whole.numel() // self._per_host)
             length = _WINDOW_BYTES // tensor.element_size()
             windows = torch.split(whole, length * self._per_host)
@@ -342,7 +342,7 @@ class AcrossHosts(C10dTransport):
                 inside.all_gather(part, window).wait()
             _copy_back(tensor, whole)
 
-        return self._run(steps, "all_reduce", tensor, op=op)
+        return self._run_steps(steps, "all_reduce", tensor, op=op)
 
     def all_gather(self, tensor: Tensor, out: Tensor) -> Handle:
         def steps(inside: Transport, between: Transport, hosts: int) -> None:
@@ -352,7 +352,7 @@ class AcrossHosts(C10dTransport):
             for row, host_block in zip(rows, out.view(hosts, -1), strict=True):
                 inside.all_gather(row, host_block).wait()
 
-        return self._run(steps, "all_gather", tensor)
+        return self._run_steps(steps, "all_gather", tensor)
 
     def reduce_scatter(self, tensor: Tensor, out: Tensor, op: str) -> Handle:
         def steps(inside: Transport, between: Transport, hosts: int) -> None:
@@ -366,7 +366,7 @@ class AcrossHosts(C10dTransport):
             between.all_to_all(rows.view(-1), terms.view(-1)).wait()
             reduce_rows(terms, op, out.view(-1))
 
-        return self._run(steps, "reduce_scatter", tensor, op=op)
+        return self._run_steps(steps, "reduce_scatter", tensor, op=op)
 
     def broadcast_(self, tensor: Tensor, root: int) -> Handle:
         host, root_inside = divmod(root, self._per_host)
@@ -374,16 +374,16 @@ class AcrossHosts(C10dTransport):
         def steps(inside: Transport, between: Transport, _: int) -> None:
             if self._host == host:
                 inside.broadcast_(tensor, root_inside).wait()
-            whole = self._padded(tensor)
+            whole = self._pad_to_ranks(tensor)
             part = whole.view(self._per_host, -1)[self._own]
             between.broadcast_(part, host).wait()
             if self._host != host:
                 inside.all_gather(part, whole).wait()
                 _copy_back(tensor, whole)
 
-        return self._run(steps, "broadcast", tensor, root=root)
+        return self._run_steps(steps, "broadcast", tensor, root=root)
 
-    def _padded(self, tensor: Tensor) -> Tensor:
+    def _pad_to_ranks(self, tensor: Tensor) -> Tensor:
         """Return all elements in one dim, of a length that the ranks of a host divide.
 
         The result is a view if the tensor has such a length.

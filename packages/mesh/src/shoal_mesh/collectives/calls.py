@@ -24,7 +24,7 @@ from torch import Tensor
 from .._torch import WORLDS, disabled_subclasses, is_compiling, is_traced
 from ..argument_types import kind_of, require, require_each
 from ..errors import CollectiveError, CollectiveTypeError, DimError
-from ..events import observed, observers
+from ..events import observers, run_observed
 from ..groups.process_groups import Comm
 from ..mesh.device_mesh import DeviceMesh
 from ..shared_memory.channel import channel_of, ranks_per_host
@@ -71,7 +71,7 @@ def resolve(along: object) -> Comm:
     )
 
 
-def checked(tensor: Tensor, along: Along, name: str = "tensor") -> Comm:
+def comm_of_call(tensor: Tensor, along: Along, name: str = "tensor") -> Comm:
     """Check the operand of a collective (`check_operand`), and return the communicator."""
     comm = along if type(along) is Comm else resolve(along)
     if type(tensor) is not Tensor or not is_dense(tensor):
@@ -79,12 +79,12 @@ def checked(tensor: Tensor, along: Along, name: str = "tensor") -> Comm:
     return comm
 
 
-def checked_each(tensors: Sequence[Tensor], along: Along, allowed: str) -> Comm:
-    """Check a list of tensors as `checked` does; `allowed` describes the allowed arguments."""
+def comm_of_calls(tensors: Sequence[Tensor], along: Along, allowed: str) -> Comm:
+    """Check a list of tensors as `comm_of_call` does; `allowed` describes the allowed arguments."""
     require_tensors(tensors, allowed)
     comm = resolve(along)
     for tensor in tensors:
-        checked(tensor, comm)
+        comm_of_call(tensor, comm)
     return comm
 
 
@@ -282,7 +282,7 @@ def collective(  # noqa: PLR0913  # the fields of an event, and how it runs
         return pending if async_op else pending.wait()
 
     same_values = {"shape": tensor.shape, **same} if flow is None else same
-    return observed(run, op, comm, (tensor,), reduce_op=reduce_op, same=same_values, flow=flow)
+    return run_observed(run, op, comm, (tensor,), reduce_op=reduce_op, same=same_values, flow=flow)
 
 
 # --- the seven calls ------------------------------------------------------------------------------

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from .._torch import is_compiling
 from ..errors import CollectiveError
-from ..events import observed
+from ..events import run_observed
 from ..groups.process_groups import Comm
 from ..shared_memory.row_reductions import reduce_rows
 from ..transport import Pending, Sizes
 from . import calls
-from .calls import Along, Async, Sync, checked, collective, normal_dim
+from .calls import Along, Async, Sync, collective, comm_of_call, normal_dim
 from .reductions import WireReduction, in_tree, reduction, tree_mean, tree_sum
 
 # A sum in a tree of up to so many bytes takes one exchange instead of two: every rank sends its
@@ -64,7 +64,7 @@ def all_reduce(
         >>> launch(example, 2)
         [[3, 1], [3, 1]]
     """
-    comm = checked(tensor, comm)
+    comm = comm_of_call(tensor, comm)
     recipe = reduction(tensor.dtype, op)
 
     def start() -> Pending:
@@ -73,7 +73,7 @@ def all_reduce(
             terms = tensor.contiguous()
         else:
             terms = tensor.clone(memory_format=torch.contiguous_format)
-        return reduced(terms, comm, recipe, async_op)
+        return start_reduction(terms, comm, recipe, async_op)
 
     return collective("all_reduce", tensor, comm, start, async_op=async_op, reduce_op=op)
 
@@ -99,7 +99,7 @@ def all_reduce_(
         >>> launch(example, 2)
         [[1.0, 1.0], [1.0, 1.0]]
     """
-    comm = checked(tensor, comm)
+    comm = comm_of_call(tensor, comm)
     if calls.loses_gradient([tensor]):
         calls.refuse_gradient(partial(all_reduce, tensor, comm, op))
     recipe = reduction(tensor.dtype, op)
@@ -113,7 +113,7 @@ def all_reduce_(
         if not tensor.is_contiguous() or is_lazily_negated:
             _refuse_overlapping(tensor)
             terms = calls.materialized(tensor)
-        pending = reduced(terms, comm, recipe, async_op)
+        pending = start_reduction(terms, comm, recipe, async_op)
         return pending if pending.value is tensor else pending.then(tensor.copy_)
 
     return collective("all_reduce", tensor, comm, start, async_op=async_op, reduce_op=op)
@@ -156,7 +156,7 @@ def all_gather(
         >>> launch(lambda: all_gather(torch.ones(2, 3), comm_over((0, 1)), 1).shape, 2)
         [torch.Size([2, 6]), torch.Size([2, 6])]
     """
-    comm = checked(tensor, comm)
+    comm = comm_of_call(tensor, comm)
     source = tensor.view(1) if tensor.ndim == 0 else tensor
     dim = normal_dim(source, dim)
 
@@ -209,14 +209,14 @@ def reduce_scatter(
         >>> launch(lambda: reduce_scatter(torch.arange(4), comm_over((0, 1))).tolist(), 2)
         [[0, 2], [4, 6]]
     """
-    comm = checked(tensor, comm)
+    comm = comm_of_call(tensor, comm)
     dim = normal_dim(tensor, dim)
     recipe = reduction(tensor.dtype, op)
     if tensor.shape[dim] % comm.size:
         calls.refuse_uneven(tensor, dim, comm)
 
     def start() -> Pending:
-        return reduced_blocks(_blocks_first(tensor, comm.size, dim), comm, recipe, async_op)
+        return start_block_reduction(_blocks_first(tensor, comm.size, dim), comm, recipe, async_op)
 
     return collective(
         "reduce_scatter_tensor",
@@ -264,7 +264,7 @@ def all_to_all(
         >>> launch(lambda: all_to_all(torch.tensor([[1, 2]]), comm_over((0, 1)), 1, 0).tolist(), 2)
         [[[1], [1]], [[2], [2]]]
     """
-    comm = checked(tensor, comm)
+    comm = comm_of_call(tensor, comm)
     split_dim = normal_dim(tensor, split_dim)
     concat_dim = normal_dim(tensor, concat_dim)
     if tensor.shape[split_dim] % comm.size:
@@ -311,7 +311,7 @@ def broadcast(tensor: Tensor, comm: Along, src: int = 0) -> Tensor:
         >>> launch(example, 2)
         [1, 1]
     """
-    comm = checked(tensor, comm)
+    comm = comm_of_call(tensor, comm)
     calls.check_root(src, comm, "src")
     if calls.loses_gradient([tensor]):
         calls.refuse_gradient(partial(broadcast, tensor, comm, src))
@@ -323,10 +323,10 @@ def broadcast(tensor: Tensor, comm: Along, src: int = 0) -> Tensor:
         return calls.broadcast_(copy, comm, src).wait()
 
     same = {"shape": tensor.shape, "src": src}
-    return observed(run, "broadcast", comm, (tensor,), same=same)
+    return run_observed(run, "broadcast", comm, (tensor,), same=same)
 
 
-def reduced(tensor: Tensor, comm: Comm, recipe: WireReduction, background: bool) -> Pending:
+def start_reduction(tensor: Tensor, comm: Comm, recipe: WireReduction, background: bool) -> Pending:
     """`P -> R`: reduce a contiguous tensor that nothing else refers to."""
     sent = tensor if recipe.dtype is None else _to_wire(tensor, recipe.dtype)
     is_sent_as_is = recipe.dtype is None and comm.on_gloo
@@ -344,7 +344,7 @@ def reduced(tensor: Tensor, comm: Comm, recipe: WireReduction, background: bool)
     return _from_wire(pending, comm, recipe, tensor.dtype) if is_converted else pending
 
 
-def reduced_blocks(
+def start_block_reduction(
     rows: Tensor, comm: Comm, recipe: WireReduction, background: bool, sizes: Sizes = ()
 ) -> Pending:
     """`P -> S(0)`: reduce blocks and return this rank's one.
@@ -373,14 +373,14 @@ def _reduce_uneven_blocks(
     if largest * comm.size > 2 * sum(sizes):
         first = sum(sizes[: comm.rank])
         whole = rows.clone(memory_format=torch.contiguous_format)
-        pending = reduced(whole, comm, recipe, background)
+        pending = start_reduction(whole, comm, recipe, background)
         return pending.then(lambda total: total.narrow(0, first, own_size))
     # (3, 1, 2): rows a b c d e f are sent as a b c, d 0 0, e f 0
     zeros = rows.new_zeros((largest - min(sizes), *rows.shape[1:]))
     parts = []
     for block, size in zip(torch.split(rows, list(sizes)), sizes, strict=True):
         parts += [block, zeros[: largest - size]]
-    pending = reduced_blocks(torch.cat(parts), comm, recipe, background)
+    pending = start_block_reduction(torch.cat(parts), comm, recipe, background)
     return pending.then(lambda block: block[:own_size])
 
 

@@ -101,7 +101,7 @@ def in_its_pass(collective: Callable[..., Tensor], *arguments: object) -> Tensor
         meta["partitioner_tag"] = "is_backward"
 
 
-def bound(tensor: Tensor, *to: Tensor) -> Tensor:
+def with_dependence(tensor: Tensor, *to: Tensor) -> Tensor:
     """Return the tensor; in compiled code, a copy that depends on another tensor for the compiler.
 
     Args:

@@ -55,7 +55,7 @@ def _exchange(operand: Tensor, receive: list[int], send: list[int], group: str) 
     return flat.view(sum(receive), *row_shape)
 
 
-def _alike(operand: Tensor, *_: object) -> Tensor:
+def _empty_result(operand: Tensor, *_: object) -> Tensor:
     """Return an empty result with the shape of the operand, for compilers."""
     return operand.new_empty(operand.shape)
 
@@ -65,7 +65,7 @@ def _alike(operand: Tensor, *_: object) -> Tensor:
 OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "all_reduce(Tensor operand, str op, str group) -> Tensor": (
         lambda operand, op, group: all_reduce(operand.contiguous(), _comm(group), op),
-        _alike,
+        _empty_result,
     ),
     "all_gather_into_tensor(Tensor operand, int size, str group) -> Tensor": (
         lambda operand, size, group: all_gather(operand, _comm(group)),
@@ -85,7 +85,7 @@ OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     ),
     "broadcast(Tensor operand, int root, str group) -> Tensor": (
         lambda operand, root, group: broadcast(operand.contiguous(), _comm(group), root),
-        _alike,
+        _empty_result,
     ),
 }
 

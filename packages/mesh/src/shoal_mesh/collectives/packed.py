@@ -16,12 +16,12 @@ from torch import Tensor
 
 from .._torch import is_traced
 from ..errors import CollectiveError
-from ..events import observed
+from ..events import run_observed
 from ..groups.process_groups import Comm
 from ..transport import Flat, Pending, Sizes
 from . import calls
-from .calls import Along, are_equal, check_sizes, checked_each, normal_dim, refuse_uneven
-from .even import reduced, reduced_blocks
+from .calls import Along, are_equal, check_sizes, comm_of_calls, normal_dim, refuse_uneven
+from .even import start_block_reduction, start_reduction
 from .flat_messages import positions_by_dtype
 from .reductions import in_tree, reduction
 
@@ -74,7 +74,7 @@ def start_packed(
         >>> launch(example, 2)[0]
         [[0, 1, 0], [0, 1, 0]]
     """
-    comm = checked_each(tensors, comm, "a packed collective takes a list of flat tensors")
+    comm = comm_of_calls(tensors, comm, "a packed collective takes a list of flat tensors")
     _check_flat(kind, tensors, comm)
     if calls.loses_gradient(tensors):
         again = partial(start_packed, kind, [*tensors], comm, sizes)
@@ -100,7 +100,9 @@ def start_packed(
                 f"{tuple(sizes)}"
             )
     start = partial(_start_message, kind, tensors, comm, sizes, op=op, background=background)
-    return observed(start, _FUNCTIONAL[kind], comm, tensors, reduce_op=op, same={"sizes": sizes})
+    return run_observed(
+        start, _FUNCTIONAL[kind], comm, tensors, reduce_op=op, same={"sizes": sizes}
+    )
 
 
 def _check_flat(kind: str, tensors: list[Tensor], comm: Comm) -> None:
@@ -177,8 +179,8 @@ def _in_one_tensor(
         return calls.all_gather_v(message, comm, sizes, background)
     recipe = reduction(message.dtype, op)
     if kind == "all_reduce":
-        return reduced(message, comm, recipe, background)
-    return reduced_blocks(message, comm, recipe, background, sizes=sizes)
+        return start_reduction(message, comm, recipe, background)
+    return start_block_reduction(message, comm, recipe, background, sizes=sizes)
 
 
 def _is_even_in_order(tensors: list[Tensor], comm: Comm, sizes: Sizes) -> bool:
@@ -211,7 +213,7 @@ def _coalesced(
         return out
 
     same = {"shapes": [tuple(tensor.shape) for tensor in tensors], "dim": dim}
-    return observed(run_each, name, comm, tensors, reduce_op=op, same=same)
+    return run_observed(run_each, name, comm, tensors, reduce_op=op, same=same)
 
 
 def all_reduce_coalesced(tensors: Sequence[Tensor], comm: Along, op: str = "sum") -> list[Tensor]:
@@ -235,7 +237,7 @@ def all_reduce_coalesced(tensors: Sequence[Tensor], comm: Along, op: str = "sum"
         >>> launch(example, 2)[0]
         [tensor([2., 2.]), tensor(2.)]
     """
-    comm = checked_each(tensors, comm, "a coalesced collective takes a list of tensors")
+    comm = comm_of_calls(tensors, comm, "a coalesced collective takes a list of tensors")
     for tensor in tensors:
         reduction(tensor.dtype, op)
 
@@ -271,7 +273,7 @@ def all_gather_coalesced(tensors: Sequence[Tensor], comm: Along, dim: int = 0) -
         >>> launch(example, 2)[0]
         [torch.Size([4]), torch.Size([2, 2])]
     """
-    comm = checked_each(tensors, comm, "a coalesced collective takes a list of tensors")
+    comm = comm_of_calls(tensors, comm, "a coalesced collective takes a list of tensors")
     for tensor in tensors:
         normal_dim(tensor if tensor.ndim else tensor.view(1), dim)
 
@@ -322,7 +324,7 @@ def reduce_scatter_coalesced(
         >>> launch(example, 2)[1]
         [tensor([2]), tensor([2., 2.])]
     """
-    comm = checked_each(tensors, comm, "a coalesced collective takes a list of tensors")
+    comm = comm_of_calls(tensors, comm, "a coalesced collective takes a list of tensors")
     for tensor in tensors:
         reduction(tensor.dtype, op)
         if tensor.shape[normal_dim(tensor, dim)] % comm.size:

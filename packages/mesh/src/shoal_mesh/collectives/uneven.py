@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..argument_types import require, require_each
 from ..errors import CollectiveError, CollectiveTypeError
-from ..events import observed
+from ..events import run_observed
 from ..groups.process_groups import Comm
 from ..transport import Pending, Sizes
 from . import calls
@@ -27,12 +27,12 @@ from .calls import (
     check_operand,
     check_root,
     check_sizes,
-    checked,
     collective,
+    comm_of_call,
     materialized,
     normal_dim,
 )
-from .even import all_gather, reduce_scatter, reduced_blocks
+from .even import all_gather, reduce_scatter, start_block_reduction
 from .reductions import reduction
 
 
@@ -71,7 +71,7 @@ def all_gather_v(
         >>> launch(example, 2)
         [[0, 0, 1], [0, 0, 1]]
     """
-    comm = checked(tensor, comm)
+    comm = comm_of_call(tensor, comm)
     dim = normal_dim(tensor, dim)
     total = check_sizes(sizes, comm)
     own_size = tensor.shape[dim]
@@ -144,7 +144,7 @@ def reduce_scatter_v(
         >>> launch(lambda: reduce_scatter_v(torch.arange(3), comm_over((0, 1)), (1, 2)).tolist(), 2)
         [[0], [2, 4]]
     """
-    comm = checked(tensor, comm)
+    comm = comm_of_call(tensor, comm)
     dim = normal_dim(tensor, dim)
     total = check_sizes(sizes, comm)
     if tensor.shape[dim] != total:
@@ -158,7 +158,7 @@ def reduce_scatter_v(
     recipe = reduction(tensor.dtype, op)
 
     def start() -> Pending:
-        pending = reduced_blocks(tensor.movedim(dim, 0), comm, recipe, async_op, sizes=sizes)
+        pending = start_block_reduction(tensor.movedim(dim, 0), comm, recipe, async_op, sizes=sizes)
         return pending.then(lambda rows: rows.movedim(0, dim).contiguous())
 
     same = {"dim": dim, "sizes": sizes}
@@ -206,7 +206,7 @@ def all_to_all_v(
         >>> launch(example, 2)
         [[2, 3], [1]]
     """
-    comm = checked(flat, comm, "flat")
+    comm = comm_of_call(flat, comm, "flat")
     total = check_sizes(send_sizes, comm, "send_sizes")
     check_sizes(recv_sizes, comm, "recv_sizes")
     sends_itself = send_sizes[comm.rank]
@@ -258,7 +258,7 @@ def scatter(tensors: Sequence[Tensor] | None, comm: Along, src: int = 0, *, out:
         >>> launch(example, 2)
         [[1], [2, 3]]
     """
-    comm = checked(out, comm, "out")
+    comm = comm_of_call(out, comm, "out")
     check_root(src, comm, "src")
     if calls.loses_gradient([out]):
         received = torch.empty_like(out)
@@ -282,7 +282,7 @@ def scatter(tensors: Sequence[Tensor] | None, comm: Along, src: int = 0, *, out:
         return out.copy_(block.view(out.shape))
 
     same = {"src": src, "dtype": str(out.dtype)}
-    return observed(run, "scatter", comm, sent, same=same, flow=(send, receive))
+    return run_observed(run, "scatter", comm, sent, same=same, flow=(send, receive))
 
 
 def _checked_blocks(
@@ -326,7 +326,7 @@ def gather(tensor: Tensor, comm: Along, dst: int = 0) -> list[Tensor] | None:
         >>> launch(lambda: gather(torch.tensor([dist.get_rank()]), comm_over((0, 1))), 2)
         [[tensor([0]), tensor([1])], None]
     """
-    comm = checked(tensor, comm)
+    comm = comm_of_call(tensor, comm)
     check_root(dst, comm, "dst")
     if calls.loses_gradient([tensor]):
         calls.refuse_gradient(partial(gather, tensor, comm, dst))
@@ -345,7 +345,7 @@ def gather(tensor: Tensor, comm: Along, dst: int = 0) -> list[Tensor] | None:
         return [block.view(tensor.shape) for block in torch.split(out, receive)]
 
     same = {"shape": tensor.shape, "dst": dst}
-    return observed(run, "gather", comm, (tensor,), same=same)
+    return run_observed(run, "gather", comm, (tensor,), same=same)
 
 
 def permute(tensor: Tensor, comm: Along, targets: Sequence[int]) -> Tensor:
@@ -367,7 +367,7 @@ def permute(tensor: Tensor, comm: Along, targets: Sequence[int]) -> Tensor:
         >>> launch(example, 2)
         [1, 0]
     """
-    comm = checked(tensor, comm)
+    comm = comm_of_call(tensor, comm)
     check_targets(targets, comm)
     if calls.loses_gradient([tensor]):
         calls.refuse_gradient(partial(permute, tensor, comm, targets))
@@ -384,7 +384,7 @@ def permute(tensor: Tensor, comm: Along, targets: Sequence[int]) -> Tensor:
         return block.view(tensor.shape)
 
     same = {"shape": tensor.shape, "targets": targets}
-    return observed(run, "all_to_all_single", comm, (tensor,), same=same)
+    return run_observed(run, "all_to_all_single", comm, (tensor,), same=same)
 
 
 def check_targets(targets: Sequence[int], comm: Comm) -> None:

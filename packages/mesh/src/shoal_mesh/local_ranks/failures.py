@@ -188,7 +188,7 @@ def _locals(trace: TracebackType | None) -> str:
 def report(outcome: Outcome) -> str:
     """Return the text about ranks that failed or hang; whole tracebacks are in a file."""
     heading = _heading(outcome)
-    path = _write(_whole(outcome, heading))
+    path = _write(_full_report(outcome, heading))
     if path:
         heading += f" (whole tracebacks, variables and output: {path})"
     paragraphs = [heading]
@@ -259,7 +259,7 @@ def _innermost_calls(stack: str) -> str:
     return "\n".join(shown[: MOST_LINES - 1]) or "unknown"
 
 
-def _whole(outcome: Outcome, heading: str) -> str:
+def _full_report(outcome: Outcome, heading: str) -> str:
     """Return all that is known: tracebacks with variables, stacks and output."""
     paragraphs = [heading]
     for rank, text in outcome.printed.items():

@@ -114,7 +114,7 @@ def launch(  # type: ignore[misc]  # a function with an argument named backend c
         ranks = RankPool(nprocs, backend=backend, show_output=True, once=True)
     with ranks as pool:
         try:
-            return pool._run(fn, args, kwargs, state=None, timeout=timeout)
+            return pool._run_on_ranks(fn, args, kwargs, state=None, timeout=timeout)
         except RankError as error:
             cause = error.__cause__
             all_failed = not error.hung and len(error.failures) == nprocs

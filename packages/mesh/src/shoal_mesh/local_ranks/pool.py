@@ -303,9 +303,9 @@ class RankPool:
             RankError: `function` failed or did not return on some rank.
             unittest.SkipTest: `function` asked to be skipped on every rank.
         """
-        return self._run(function, args, kwargs, state=None, timeout=timeout)
+        return self._run_on_ranks(function, args, kwargs, state=None, timeout=timeout)
 
-    def _run(
+    def _run_on_ranks(
         self,
         function: Callable[..., R],
         args: tuple[Any, ...],

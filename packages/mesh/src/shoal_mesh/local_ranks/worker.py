@@ -156,7 +156,7 @@ def _serve(connection: Connection, rank: int, size: int) -> None:
         name_process(number, returned=False)
         job = pickle.loads(order)
         try:
-            answer = dump((True, _run(job, rank, size, connection)))
+            answer = dump((True, _run_job(job, rank, size, connection)))
         except BaseException as error:
             failure: Failure = failure_of(error)
             answer = pickle.dumps((False, failure))
@@ -170,7 +170,7 @@ def _serve(connection: Connection, rank: int, size: int) -> None:
             return
 
 
-def _run(job: Job, rank: int, size: int, connection: Connection) -> Any:
+def _run_job(job: Job, rank: int, size: int, connection: Connection) -> Any:
     """Run one job, and return its result."""
     sys.path[:] = job.path
     sys.argv[:] = job.argv

@@ -137,7 +137,7 @@ class Peers:
                 message.
         """
         if self._failure is None:
-            hint = dump(self.ranks[self.rank], text, ranks, self._seen())
+            hint = dump(self.ranks[self.rank], text, ranks, self._last_rounds())
             self._failure = kind(text + hint, tuple(ranks))
             self._publish_failure(reason or text, ranks, is_final=kind is LockstepError)
         return type(self._failure)(str(self._failure), self._failure.ranks)
@@ -170,7 +170,7 @@ class Peers:
             [own_rank],
         )
 
-    def _seen(self) -> dict[int, str]:
+    def _last_rounds(self) -> dict[int, str]:
         """Return the last round of each rank in the first stream, by its global number."""
         seen = {}
         for rank, line in zip(self.ranks, self.lines[0], strict=True):

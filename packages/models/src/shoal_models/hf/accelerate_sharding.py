@@ -75,9 +75,11 @@ def shard_with_shoal(accelerator: Any) -> None:
     _make_mesh_again(accelerator)
     plugin = accelerator.state.fsdp_plugin
     if plugin.mixed_precision_policy is not None:
-        plugin.mixed_precision_policy = _copied(MixedPrecisionPolicy, plugin.mixed_precision_policy)
+        plugin.mixed_precision_policy = _copy_policy(
+            MixedPrecisionPolicy, plugin.mixed_precision_policy
+        )
     offloads = hasattr(plugin.cpu_offload, "pin_memory")
-    plugin.cpu_offload = _copied(
+    plugin.cpu_offload = _copy_policy(
         CPUOffloadPolicy if offloads else OffloadPolicy, plugin.cpu_offload
     )
     prepare = accelerator.prepare
@@ -108,7 +110,7 @@ def _make_mesh_again(accelerator: Any) -> None:
     accelerator.state.device_mesh = mesh
 
 
-def _copied(kind: Any, policy: Any) -> Any:
+def _copy_policy(kind: Any, policy: Any) -> Any:
     """Return a policy of the class `kind` with the fields of a policy of torch."""
     own = {field.name for field in fields(kind)}
     values = {

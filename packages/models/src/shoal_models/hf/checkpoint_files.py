@@ -47,7 +47,7 @@ def find_files(path: str | PathLike[str]) -> tuple[Path, list[Path]]:
         raise CheckpointError(f"{str(path)!r} does not exist; {_EXPECTED}")
     if location.is_file():
         if location.name.endswith(".index.json"):
-            return location.parent, _listed(location)
+            return location.parent, _read_files_of_index(location)
         if location.suffix not in (".safetensors", ".bin"):
             raise CheckpointError(f"{str(location)!r} is not a file of weights; {_EXPECTED}")
         return location.parent, [location]
@@ -57,12 +57,12 @@ def find_files(path: str | PathLike[str]) -> tuple[Path, list[Path]]:
         if file.exists():
             return location, [file]
         if index.exists():
-            return location, _listed(index)
+            return location, _read_files_of_index(index)
     names = sorted(file.name for file in location.iterdir())
     raise CheckpointError(f"{str(path)!r} has no file of weights, only {names}; {_EXPECTED}")
 
 
-def _listed(index: Path) -> list[Path]:
+def _read_files_of_index(index: Path) -> list[Path]:
     """Return the files that an index names."""
     weights = json.loads(index.read_text()).get("weight_map")
     if not isinstance(weights, dict):

@@ -161,7 +161,7 @@ def _save(
         state_dict: passed to `inner`.
     """
     directory = output_dir or trainer.args.output_dir
-    if _adapted(trainer.model):
+    if _has_adapters(trainer.model):
         save_adapters(trainer.model, directory, trainer.model.active_adapter)
     else:
         save_sharded(trainer.model, directory)
@@ -193,14 +193,14 @@ def _save_checkpoint(trainer: Any, inner: Callable[..., None], model: Any, trial
 
 def _load_model(trainer: Any, checkpoint: str, model: Any = None) -> None:
     model = trainer.model if model is None else model
-    if _adapted(model):
+    if _has_adapters(model):
         load_adapters(model, checkpoint, model.active_adapter)
     else:
         _, files = find_files(checkpoint)
         load_sharded(model, source_of(files))
 
 
-def _adapted(model: Any) -> bool:
+def _has_adapters(model: Any) -> bool:
     """Tell whether a model is a model of peft; only its adapters are saved and loaded."""
     peft: Any = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel)

@@ -44,7 +44,7 @@ from shoal_tp_styles.internal import (
     sharded_input,
 )
 
-from .blocks import bias_gradient, blocks_of_parameter, spread, summed, weight_gradient
+from .blocks import bias_gradient, blocks_of_parameter, spread, sum_of_products, weight_gradient
 from .norms_and_embeddings import add_bias
 
 
@@ -128,7 +128,7 @@ class _OutputColumns(Function):
         factors = ctx.readers.take() if is_first_reader else []
         if needs_x and factors:
             # For each reader (B, ..., N) times (N, K); the sum is (B, ..., K).
-            dx = summed(factors, 0, ctx.blocks)
+            dx = sum_of_products(factors, 0, ctx.blocks)
             if ctx.readers.comm is not None:
                 all_reduce_(dx, ctx.readers.comm)
         return dx, dw, db, None, None, None
@@ -145,7 +145,7 @@ class _SummedBlocks(Function):
         ctx.save_for_backward(x, weight)
         ctx.blocks = blocks
         # Example: with 8 blocks on 4 ranks, this rank has a quarter of K, in 2 blocks.
-        out = summed([(x, weight)], 1, blocks)
+        out = sum_of_products([(x, weight)], 1, blocks)
         if comm is not None:
             all_reduce_(out, comm)
         return out

@@ -294,7 +294,7 @@ def _spread(dim: int) -> Measured:
 # --- products with blocks of summed features ------------------------------------------------------
 
 
-def _summed(dim: int) -> Measured:
+def _sum_function(dim: int) -> Measured:
     """Return the function for sums of products of (B, R, K) and a matrix, with K in blocks.
 
     The result of the function is (B, R, N). The function takes the factors of any number of
@@ -400,7 +400,7 @@ def _bias_in_blocks(blocks: int, grad: Tensor) -> Tensor:
 
 # The functions for `dim` 0 and for `dim` 1.
 _SPREAD = (_spread(0), _spread(1))
-_SUMMED = (_summed(0), _summed(1))
+_SUMMED = (_sum_function(0), _sum_function(1))
 _WEIGHT_GRADIENT = (_weight_gradient(0), _weight_gradient(1))
 _BIAS_GRADIENT = Measured(_bias_in_blocks, (lambda _, grad: tree_sum(grad.sum(1)),))
 
@@ -461,7 +461,7 @@ def spread(x: Tensor, matrix: Tensor, dim: int, blocks: int, bias: Tensor | None
     return _join_parts(out, shape)
 
 
-def summed(factors: Sequence[tuple[Tensor, Tensor]], dim: int, blocks: int) -> Tensor:
+def sum_of_products(factors: Sequence[tuple[Tensor, Tensor]], dim: int, blocks: int) -> Tensor:
     """Add products of (B, ..., K) and a matrix; return (B, ..., N), the sum over blocks of K.
 
     Args:

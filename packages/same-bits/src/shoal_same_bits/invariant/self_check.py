@@ -25,7 +25,7 @@ from shoal_mesh.internal import tree_sum
 
 from ..errors import VariantArithmeticError
 from ..row_attention import attention_in_rows
-from .blocks import bias_gradient, current_arithmetic, spread, summed, weight_gradient
+from .blocks import bias_gradient, current_arithmetic, spread, sum_of_products, weight_gradient
 from .norms_and_embeddings import embedding_gradient, sum_of_cells
 
 # Sizes of the operands: multiples of 8, so that up to 8 ranks can share each of them.
@@ -88,7 +88,7 @@ def _cases_over_samples() -> Iterator[Case]:
         return spread(x, weight, 0, BLOCKS, bias=bias)
 
     def input_gradient(_: int, grad: Tensor, weight: Tensor) -> Tensor:
-        return summed([(grad, weight)], 0, BLOCKS)
+        return sum_of_products([(grad, weight)], 0, BLOCKS)
 
     def gradient_of_weight(_: int, grad: Tensor, x: Tensor) -> Tensor:
         return weight_gradient(grad, x, 0, BLOCKS)
@@ -119,16 +119,16 @@ def _cases_over_features() -> Iterator[Case]:
         return spread(x, weight, 0, blocks)
 
     def input_rows(blocks: int, x: Tensor, weight: Tensor) -> Tensor:
-        return summed([(x, weight)], 1, blocks)
+        return sum_of_products([(x, weight)], 1, blocks)
 
     def input_gradient_columns(blocks: int, grad: Tensor, weight: Tensor) -> Tensor:
         return spread(grad, weight, 1, blocks)
 
     def input_gradient_rows(blocks: int, grad: Tensor, weight: Tensor) -> Tensor:
-        return summed([(grad, weight)], 0, blocks)
+        return sum_of_products([(grad, weight)], 0, blocks)
 
     def gradient_of_two_readers(blocks: int, g: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        return summed([(g, weight), (x, weight)], 0, blocks)
+        return sum_of_products([(g, weight), (x, weight)], 0, blocks)
 
     def weight_gradient_rows(blocks: int, grad: Tensor, x: Tensor) -> Tensor:
         return weight_gradient(grad, x, 0, blocks)
@@ -264,7 +264,7 @@ def _compare_chunks(draw: Draw, rows: int) -> Iterator[Compared]:
     v = draw(*heads)
     functions: dict[str, Form] = {
         "linear": lambda part: spread(part, weight, 0, BLOCKS),
-        "linear, summed in blocks": lambda part: summed([(part, weight)], 1, BLOCKS),
+        "linear, summed in blocks": lambda part: sum_of_products([(part, weight)], 1, BLOCKS),
         **_NORMS,
         "silu": functional.silu,
     }

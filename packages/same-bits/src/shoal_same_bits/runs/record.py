@@ -258,7 +258,7 @@ class _Recorder(TorchDispatchMode):
         is_skipped = func._overloadpacket.__name__.startswith(_SKIPPED)
         if self._is_recording or func.namespace != "aten" or is_skipped:
             return result
-        name = f"{func} in {self._where()}"
+        name = f"{func} in {self._current_part()}"
         outputs = result if isinstance(result, tuple | list) else (result,)
         for output in outputs:
             if not isinstance(output, Tensor) or output.device.type == "meta":
@@ -269,7 +269,7 @@ class _Recorder(TorchDispatchMode):
             self.add(name, part_of_tensor(output.detach()), by_rank=by_rank)
         return result
 
-    def _where(self) -> str:
+    def _current_part(self) -> str:
         """Return the module whose forward runs, or else the part of the program."""
         if self._path:
             return self._path[-1]

@@ -371,7 +371,7 @@ def _dispatch_custom_op(
     return _OVERRIDES[type(sharding_spec), op](types, args, kwargs, process_group)
 
 
-def run(
+def run_function(
     cls: Any,
     func: Callable[..., Any],
     types: tuple[type, ...],

@@ -81,7 +81,7 @@ def _plan(source: Layout, target: Layout, ranks: tuple[int, ...], index: int) ->
     return exchange_blocks(index, before, after)
 
 
-def _run(
+def _write_shards(
     source: Layout,
     target: Layout,
     comm: Comm,
@@ -124,7 +124,7 @@ class _Move(torch.autograd.Function):
             # A rank without shards has one empty tensor.
             shapes = [[0]]
         out = [tensors[0].new_empty(shape) for shape in shapes]
-        _run(source, target, comm, tensors, out=out)
+        _write_shards(source, target, comm, tensors, out=out)
         return tuple(out)
 
     @staticmethod
@@ -206,11 +206,11 @@ def gather(
     like = tensors[0]
     if out is None:
         # This rank is not `dst`: it sends its shards and receives nothing.
-        _run(layout, target, comm, tensors, out=[])
+        _write_shards(layout, target, comm, tensors, out=[])
         return
     fits = out.dtype == like.dtype and out.device == like.device
     # Where `out` fits, dst needs no memory for a second global tensor.
     full = out if fits else like.new_empty(shape)
-    _run(layout, target, comm, tensors, out=[full])
+    _write_shards(layout, target, comm, tensors, out=[full])
     if not fits:
         out.copy_(full)

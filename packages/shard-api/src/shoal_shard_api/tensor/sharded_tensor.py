@@ -410,7 +410,9 @@ class ShardedTensor(ShardedTensorConstructors):
         args: Sequence[Any] = (),
         kwargs: Any = None,
     ) -> Any:
-        return dispatch.run(ShardedTensor, func, tuple(types), tuple(args), kwargs=kwargs or {})
+        return dispatch.run_function(
+            ShardedTensor, func, tuple(types), tuple(args), kwargs=kwargs or {}
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         known: ShardedTensor | None = memo.get(id(self))

@@ -156,7 +156,9 @@ class CheckedProgram:
 
         If no text does, its parts are added one by one.
         """
-        expected = sorted([_expected(operation) for operation in statement.operations], key=repr)
+        expected = sorted(
+            [_expected_description(operation) for operation in statement.operations], key=repr
+        )
         # why the last text was not taken
         reason = ""
         for text in statement.texts(self.names.of):
@@ -197,7 +199,7 @@ class CheckedProgram:
                 asserted.append((name, types_text(wanted)))
             _compare(value, tensor, self._mesh, text)
             targets.append(name)
-            comments.append(described(value, spmd.type_of(tensor)))
+            comments.append(describe_value(value, spmd.type_of(tensor)))
         if is_single and asserted:
             text = f"assert_type({text}, {asserted.pop()[1]})"
         left = ", ".join(targets)
@@ -238,7 +240,7 @@ _FUNCTIONS: tuple[Any, ...] = (
 )
 
 
-def _expected(operation: TracedOperation) -> Any:
+def _expected_description(operation: TracedOperation) -> Any:
     """Return the value of `_describe_call` for a recorded operation."""
     return _describe_call(operation.operator, operation.args, operation.kwargs, operation.outputs)
 
@@ -286,7 +288,7 @@ def _compare(value: TracedValue, tensor: Tensor, mesh: DeviceMesh, text: str) ->
             )
 
 
-def described(value: TracedValue, tensor_type: Any) -> str:
+def describe_value(value: TracedValue, tensor_type: Any) -> str:
     """Return dtype, local shape and types of a value: `f32[2, 8] tp: S(1)`."""
     shape = ", ".join(map(str, value.shape))
     name = str(value.dtype).removeprefix("torch.")

@@ -164,9 +164,9 @@ def _slice_text(values: Sequence[Any], args: Sequence[str]) -> str:
     """Return a slice as an index: `x[:, :, 4:8]`."""
     dim = values[1] if len(values) > 1 else 0
     # the operator takes the tensor, the dim, start, end and step
-    start = _bound(args, 2, default="0")
-    end = _bound(args, 3, default=_END)
-    step = _bound(args, 4, default="1")
+    start = _slice_bound(args, 2, default="0")
+    end = _slice_bound(args, 3, default=_END)
+    step = _slice_bound(args, 4, default="1")
     of_step = "" if step == "1" else f":{step}"
     bounds = f"{_unless(start, '0')}:{_unless(end, _END)}{of_step}"
     if dim < 0:
@@ -179,7 +179,7 @@ def _slice_text(values: Sequence[Any], args: Sequence[str]) -> str:
     return f"{args[0]}[{before}{bounds}]"
 
 
-def _bound(args: Sequence[str], position: int, *, default: str) -> str:
+def _slice_bound(args: Sequence[str], position: int, *, default: str) -> str:
     """Return a bound of a slice; the default for a bound that is left out or None."""
     is_missing = position >= len(args) or args[position] == "None"
     return default if is_missing else args[position]

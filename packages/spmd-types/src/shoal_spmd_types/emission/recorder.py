@@ -197,9 +197,9 @@ class ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of
             )
         if signature_of(func).is_mutable:
             return self._write(func, args, kwargs, is_inside)
-        return self._run(func, args, kwargs, is_inside)
+        return self._record_call(func, args, kwargs, is_inside)
 
-    def _run(
+    def _record_call(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_inside: bool
     ) -> Any:
         """Run an operator that writes to no argument, and record it."""
@@ -240,10 +240,10 @@ class ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of
         self._check_write(func, base, [view for _, view in parts])
         before = self.value_of(base)
         values = [self.value_of(tensor) for tensor, _ in parts]
-        written = self._written(func, args, kwargs, is_inside)
+        written = self._record_write(func, args, kwargs, is_inside)
         for _, view in parts:
             arguments = (view.source, written, *view.rest)
-            written = self._run(view.scatter, arguments, view.kwargs, is_inside)
+            written = self._record_call(view.scatter, arguments, view.kwargs, is_inside)
         aliases = [tensor for tensor, view in views if self._is_alias(tensor, view)]
         self._outdate(base)
         self._rebind(base, written, before)
@@ -252,7 +252,9 @@ class ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of
                 self._values[id(tensor)] = self.value_of(view.source)
                 self._outdated.discard(id(tensor))
                 continue
-            renewed = self._run(view.operator, (view.source, *view.rest), view.kwargs, is_inside)
+            renewed = self._record_call(
+                view.operator, (view.source, *view.rest), view.kwargs, is_inside
+            )
             self._rebind(tensor, renewed, values.pop())
         return target
 
@@ -285,7 +287,7 @@ class ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of
         if written_form(func) is None:
             raise EmissionError(f"{where} a tensor, and no operator returns the result instead")
 
-    def _written(
+    def _record_write(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_inside: bool
     ) -> Tensor:
         """Record the operator that returns the tensor that `func` would write."""
@@ -294,13 +296,17 @@ class ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of
         if func is torch.ops.aten.copy_.default:
             written = args[1]
         else:
-            written = self._run(written_form(func), args, kwargs, is_inside)
+            written = self._record_call(written_form(func), args, kwargs, is_inside)
         if written.shape != target.shape:
             size = [*target.shape]
-            written = self._run(torch.ops.aten.expand.default, (written, size), {}, is_inside)
+            written = self._record_call(
+                torch.ops.aten.expand.default, (written, size), {}, is_inside
+            )
         if written.dtype != target.dtype:
             dtype = {"dtype": target.dtype}
-            written = self._run(torch.ops.aten._to_copy.default, (written,), dtype, is_inside)
+            written = self._record_call(
+                torch.ops.aten._to_copy.default, (written,), dtype, is_inside
+            )
         return written
 
     def _outdate(self, base: Tensor) -> None:

@@ -495,7 +495,7 @@ def _is_same(input: Tensor, tokens: Tensor) -> bool:
         return False
     if _properties_of_views(input) != _properties_of_views(tokens):
         return False
-    return not tokens.requires_grad or _viewed(input) is _viewed(tokens)
+    return not tokens.requires_grad or _node_of_base(input) is _node_of_base(tokens)
 
 
 def _properties_of_views(tensor: Tensor) -> tuple[object, ...]:
@@ -510,7 +510,7 @@ def _properties_of_views(tensor: Tensor) -> tuple[object, ...]:
     )
 
 
-def _viewed(tensor: Tensor) -> Any:
+def _node_of_base(tensor: Tensor) -> Any:
     """Return the autograd node, or the leaf, of the tensor that a tensor is a view of."""
     node: Any = tensor.grad_fn
     while node is not None and node.name() in _VIEWS:

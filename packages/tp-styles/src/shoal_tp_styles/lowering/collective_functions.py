@@ -90,7 +90,7 @@ def own_shard(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes) -> Tensor:
     return tensor.narrow(dim, start, sizes[comm.rank]).contiguous()
 
 
-def unchanged(tensor: Tensor, comm: Comm) -> Tensor:
+def keep_tensor(tensor: Tensor, comm: Comm) -> Tensor:
     """Return the tensor; as the backward of a move, for gradients that are complete already."""
     return tensor
 
@@ -111,7 +111,7 @@ class ReversibleMove(Function):
     @staticmethod
     def gradient_shares(ctx: Any) -> Sequence[int] | None:
         """Return the ranks that contribute a share of the gradient; None for whole gradients."""
-        if ctx.back in (split, unchanged):
+        if ctx.back in (split, keep_tensor):
             return None
         comm: Comm = ctx.where[0]
         return comm.ranks
@@ -132,7 +132,7 @@ def apply_move(tensor: Tensor, move: Move, back: Move, *where: Any) -> Tensor:
 @whole_when_compiled
 def reduce(tensor: Tensor, comm: Comm) -> Tensor:
     """Sum over the axis (`P -> R`); the backward does nothing."""
-    return apply_move(tensor, all_reduce, unchanged, comm)
+    return apply_move(tensor, all_reduce, keep_tensor, comm)
 
 
 @whole_when_compiled

@@ -305,7 +305,7 @@ def resolve(root: nn.Module, plan: Plan) -> ResolvedPlan:
     if not isinstance(plan, Mapping):
         raise StyleTypeError(
             "a plan is a ParallelStyle or a dict of module path -> ParallelStyle, got "
-            f"{_described(plan)}"
+            f"{_describe_entry(plan)}"
         )
     modules = dict(root.named_modules(remove_duplicate=False))
     tree = Tree(modules)
@@ -463,12 +463,12 @@ def _style(key: str, value: object) -> ParallelStyle | None:
     if not isinstance(value, ParallelStyle):
         raise StyleTypeError(
             f"plan entry {key!r}: expected a ParallelStyle or the name of a style, got "
-            f"{_described(value)}"
+            f"{_describe_entry(value)}"
         )
     return value
 
 
-def _described(value: object) -> str:
+def _describe_entry(value: object) -> str:
     """Describe the value of a plan entry that is not a style, and the entry to write instead."""
     kind = value if isinstance(value, type) else type(value)
     if isinstance(value, type) and issubclass(value, ParallelStyle):

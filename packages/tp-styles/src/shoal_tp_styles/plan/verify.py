@@ -269,7 +269,7 @@ def _compare_runs(plain: nn.Module, plan: Plan, mesh: DeviceMesh, inputs: _Input
     try:
         inputs, expected = _run_plain(plain, inputs)
         if plain.training:
-            repeated = _run(copy.deepcopy(plain), inputs)
+            repeated = _run_module(copy.deepcopy(plain), inputs)
             if any(_differences([repeated], expected, abstract_mesh((1,)))):
                 reason = f"the plain model computes different results with the same seed{mode}"
                 return Verification(unproven=(reason,))
@@ -283,7 +283,7 @@ def _compare_runs(plain: nn.Module, plan: Plan, mesh: DeviceMesh, inputs: _Input
         module = copy.deepcopy(plain)
         with unobserved():
             apply_plan(plan, module, view)
-            return _run(module, inputs)
+            return _run_module(module, inputs)
 
     try:
         # imported here because it takes longer to import than the whole layer
@@ -328,10 +328,10 @@ def _run_plain(plain: nn.Module, inputs: _Inputs) -> tuple[_Inputs, _Results]:
     refuses for inputs that require gradients. Such models get inputs without gradients.
     """
     try:
-        return inputs, _run(copy.deepcopy(plain), inputs)
+        return inputs, _run_module(copy.deepcopy(plain), inputs)
     except RuntimeError:
         without_gradients = inputs._replace(with_gradients=False)
-        return without_gradients, _run(copy.deepcopy(plain), without_gradients)
+        return without_gradients, _run_module(copy.deepcopy(plain), without_gradients)
 
 
 def _reason_not_to_run(
@@ -368,7 +368,7 @@ def _vary_constants(module: nn.Module) -> None:
 
 
 @torch.enable_grad()
-def _run(module: nn.Module, inputs: _Inputs) -> _Results:
+def _run_module(module: nn.Module, inputs: _Inputs) -> _Results:
     # imported here because it takes longer to import than the whole layer
     from shoal_dtensor.testing import RandomStates
 

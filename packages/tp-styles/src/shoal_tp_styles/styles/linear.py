@@ -160,7 +160,7 @@ class _FeatureStyle(DeclaredStyle):
             raise LayoutError(f"overlapped: chunks must be at least 1, got {chunks}")
         return self._with(chunks=chunks)
 
-    def _declared(
+    def _declared_sharding(
         self,
         style: str,
         table: _Table,
@@ -284,7 +284,7 @@ class ColwiseParallel(_FeatureStyle):
                 self.field_value("output_layouts"),
                 local_outputs=self.use_local_output,
             )
-        sharding = self._declared(
+        sharding = self._declared_sharding(
             "ColwiseParallel", COLWISE, module, Replicate(), default_output=None
         )
         layout = sharding.input_port().layout
@@ -316,7 +316,7 @@ class ColwiseParallel(_FeatureStyle):
                 "ColwiseParallel: heads() and overlapped() cannot be combined; leave out one of "
                 "them"
             )
-        sharding = self._declared(
+        sharding = self._declared_sharding(
             "ColwiseParallel", _OF_HEADS, module, Replicate(), default_output=None
         )
         if not isinstance(module, nn.Linear):
@@ -352,7 +352,9 @@ class RowwiseParallel(_FeatureStyle):
     output_layouts: Layouts = LayoutField((Replicate(),))  # type: ignore[assignment]  # a descriptor
 
     def sharding(self, module: nn.Module) -> ModuleSharding:
-        return self._declared("RowwiseParallel", ROWWISE, module, None, default_output=Replicate())
+        return self._declared_sharding(
+            "RowwiseParallel", ROWWISE, module, None, default_output=Replicate()
+        )
 
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)

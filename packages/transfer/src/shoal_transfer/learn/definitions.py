@@ -211,8 +211,8 @@ def _blocks_of(
     dim = _dim_of(operation) % len(output.size)
     tensors: list[MemoryView] = operation.args[0]
     if kind == "aten::stack":
-        return [*_stacked(output, tensors, dim)]
-    return [*_concatenated(output, tensors, dim)]
+        return [*_define_stack(output, tensors, dim)]
+    return [*_define_concatenation(output, tensors, dim)]
 
 
 def _dim_of(operation: Operation) -> int:
@@ -221,7 +221,7 @@ def _dim_of(operation: Operation) -> int:
     return dim
 
 
-def _concatenated(
+def _define_concatenation(
     output: MemoryView, tensors: list[MemoryView], dim: int
 ) -> Iterator[tuple[MemoryView, MemoryView]]:
     first = 0
@@ -234,7 +234,7 @@ def _concatenated(
         yield output._replace(offset=offset, size=tensor.size), tensor
 
 
-def _stacked(
+def _define_stack(
     output: MemoryView, tensors: list[MemoryView], dim: int
 ) -> Iterator[tuple[MemoryView, MemoryView]]:
     stride = (*output.stride[:dim], *output.stride[dim + 1 :])

@@ -123,18 +123,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's c
             return func(*args, **kwargs)
         if operator_name(func) == _READ_NUMBER:
             return self._read_number(tensors[0])
-        return self._run(func, args, kwargs)
+        return self._record_operator(func, args, kwargs)
 
     def _run_unwatched(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator without watched arguments, for example one that makes a constant."""
         results = func(*args, **kwargs)
         if any(tensor.is_meta for tensor in _tensors_in(results)):
-            return self._run(func, args, kwargs)
+            return self._record_operator(func, args, kwargs)
         if leaves_memory_unset(func):
             results.zero_()
         return results
 
-    def _run(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _record_operator(
+        self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Run an operator on meta tensors and record it if it writes."""
         originals: dict[int, Tensor] = {}
         kwargs = _without_devices(kwargs)

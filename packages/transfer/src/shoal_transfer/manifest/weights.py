@@ -94,7 +94,7 @@ def weights_of(
     for group in groups.values():
         # files have tied weights under the name that is not among the model's tied keys
         ordered = sorted(group, key=lambda entry: entry.source in tied)
-        names = list(dict.fromkeys(_renamed(entry.source, rename) for entry in ordered))
+        names = list(dict.fromkeys(_rename(entry.source, rename) for entry in ordered))
         weights.append(Weight(names[0], tuple(names[1:]), ordered[0]))
     return weights
 
@@ -129,7 +129,7 @@ def _as_local(entry: Entry) -> Entry:
     )
 
 
-def _renamed(name: str, rename: Mapping[str, str] | None) -> str:
+def _rename(name: str, rename: Mapping[str, str] | None) -> str:
     for pattern, replacement in (rename or {}).items():
         name = re.sub(pattern, replacement, name)
     return name

@@ -138,7 +138,7 @@ class WeightMapping:
                 )
         composed: list[Assignment] = []
         for assignment in later.assignments:
-            composed += self._before(assignment)
+            composed += self._compose_before(assignment)
         witnesses = (self.witness, later.witness)
         witness = None if None in witnesses else f"{self.witness}, then {later.witness}"
         computed = self._computed_after(later)
@@ -167,7 +167,7 @@ class WeightMapping:
             computed[name] = str(functions.pop())
         return computed
 
-    def _before(self, later: Assignment) -> list[Assignment]:
+    def _compose_before(self, later: Assignment) -> list[Assignment]:
         """Return the assignments from the sources of this mapping that make up a later one."""
         if later.source is None:
             return [later]

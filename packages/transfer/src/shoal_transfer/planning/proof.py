@@ -79,10 +79,10 @@ def _prove_cover(table: RouteTable, holding: Holding, regions: Sequence[Region])
         # `first_gap` takes regions that count from the start of the box.
         starts = [indices.start for indices in region_of_holding]
         back_to_zero = [-start for start in starts]
-        from_start = [_shifted(region, back_to_zero) for region in regions]
+        from_start = [_shift_region(region, back_to_zero) for region in regions]
         lengths = [len(indices) for indices in region_of_holding]
         gap = first_gap(from_start, lengths) or ()
-        raise ProofError(f"{place}: {format_region(_shifted(gap, starts))} is not written")
+        raise ProofError(f"{place}: {format_region(_shift_region(gap, starts))} is not written")
 
 
 def _prove_mapping(table: RouteTable, part: Assignment) -> None:
@@ -135,7 +135,7 @@ def _prove_copy(route: Route, earlier: Route) -> None:
         )
 
 
-def _shifted(region: Region, distances: Sequence[int]) -> Region:
+def _shift_region(region: Region, distances: Sequence[int]) -> Region:
     """Return a region with the distance of each dim added to its indices."""
     shifted = []
     for indices, distance in zip(region, distances, strict=True):

@@ -47,7 +47,7 @@ from shoal_mesh.internal import (
 from ...layout.memory_order import memory_order
 from ...layout.tensor_meta import remembered
 from ..steps import Plan, Step, is_norm
-from .rank_steps import CollectiveCall, RankStep, rank_step, received, unchanged
+from .rank_steps import CollectiveCall, RankStep, keep_local, rank_step, take_received
 
 if TYPE_CHECKING:
     from ...layout.spec import Spec
@@ -60,7 +60,7 @@ _LOG = logging.getLogger("shoal.plans")
 REMEMBERED = 4096  # plans, as many as `plan` remembers
 
 
-def run(plan: Plan, local: Tensor) -> Tensor:
+def run_plan(plan: Plan, local: Tensor) -> Tensor:
     """Return the local tensor under `plan.dst`, in memory of its own.
 
     Return `local` itself if the plan does not have steps or this rank is outside the mesh.
@@ -109,7 +109,7 @@ def stage_of(one_step: RankStep, mesh: DeviceMesh) -> Stage:
     if one_step.collective is None:
         return lambda local: finish(local, local)
     call = bind(one_step.collective, mesh)
-    if prepare is unchanged and finish is received:
+    if prepare is keep_local and finish is take_received:
         return call
     return lambda local: finish(call(prepare(local)), local)
 
@@ -168,18 +168,18 @@ MAX_ELEMENTS = 256
 
 
 def run_cached(plan: Plan, local: Tensor, owner: Any, *, fresh: bool = False) -> Tensor:
-    """Return the result of `run`; if it is a small partial norm, cache it on the DTensor `owner`.
+    """Return the result of `run_plan`; if it is a small partial norm, cache it on the DTensor `owner`.
 
     A write to `owner` invalidates the cache. With `fresh`, return a copy of the cached value.
     """
     # An inference tensor does not count the writes to it.
     counts_writes = plan.starts_at_norm and not owner.is_inference()
     if not counts_writes or prod(plan.src.shape) > MAX_ELEMENTS:
-        return run(plan, local)
+        return run_plan(plan, local)
     state = (plan.dst, owner._version, local._version)
     known = owner.__dict__.get("_reduced")
     if known is None or known[0] != state or known[1] is not local:
-        known = (state, local, run(plan, local))
+        known = (state, local, run_plan(plan, local))
         owner._reduced = known
     result: Tensor = known[2]
     return result.clone() if fresh else result
@@ -190,7 +190,7 @@ def write_back(plan: Plan, result: Tensor, owner: Any) -> None:
 
     The operator computed the result under the layout from which `plan` leads.
     """
-    owner._local_tensor.copy_(run(plan, result))
+    owner._local_tensor.copy_(run_plan(plan, result))
     if is_norm(plan.dst) and not owner.is_inference():
         # `foreach` operators do not increment it.
         increment_version(owner)
@@ -286,7 +286,7 @@ def _legs(position: int, plan: Plan) -> tuple[list[CollectiveLeg | None], tuple[
                 legs.append(None)
             continue
         is_last = step is plan.steps[-1]
-        is_result = is_last and one_step.finish is received and not closing(plan)
+        is_result = is_last and one_step.finish is take_received and not closing(plan)
         call = one_step.collective
         stages = tuple(before)
         leg = CollectiveLeg(position, stages, step, one_step, call=call, gives_result=is_result)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shoal_mesh.internal import bound, contribution, pack_blocks, unpack_blocks
+from shoal_mesh.internal import contribution, pack_blocks, unpack_blocks, with_dependence
 
 from ...layout.boxes import Box, intersect, shape_of, slices_of, volume
 from ...layout.placements import norm_order
@@ -50,12 +50,12 @@ class CollectiveCall(NamedTuple):
     ranks: tuple[int, ...] = ()
 
 
-def unchanged(local: Tensor) -> Tensor:
+def keep_local(local: Tensor) -> Tensor:
     """Return the local tensor: the `prepare` of a step that communicates the tensor as it is."""
     return local
 
 
-def received(got: Tensor, local: Tensor) -> Tensor:
+def take_received(got: Tensor, local: Tensor) -> Tensor:
     """Return the received tensor: the `finish` of a step whose collective gives the result."""
     return got
 
@@ -63,11 +63,11 @@ def received(got: Tensor, local: Tensor) -> Tensor:
 class RankStep(NamedTuple):
     """A step on one rank."""
 
-    prepare: Callable[[Tensor], Tensor] = unchanged  # local tensor -> buffer to communicate
+    prepare: Callable[[Tensor], Tensor] = keep_local  # local tensor -> buffer to communicate
     # None for a local step, which `finish` does alone
     collective: CollectiveCall | None = None
     # (result of the collective, local tensor) -> new local tensor
-    finish: Callable[[Tensor, Tensor], Tensor] = received
+    finish: Callable[[Tensor, Tensor], Tensor] = take_received
 
 
 def rank_step(step: Step, coordinate: Coordinate | None) -> RankStep:
@@ -157,7 +157,9 @@ def _make_partial(step: Step, coordinate: Coordinate) -> RankStep:
     shape = shape_of(after)
     own = intersect(before, after)
     if own is None:
-        return RankStep(finish=lambda local, _: bound(local.new_full(shape, neutral), local))
+        return RankStep(
+            finish=lambda local, _: with_dependence(local.new_full(shape, neutral), local)
+        )
     averaged, counted_once = _axes_of_terms(step.src, ops)
     # R -> P(avg) changes no values. S -> P(avg) over 2 ranks doubles them: x = (2x + 0) / 2.
     factor = prod([mesh.shape[axis] for axis in averaged])
@@ -429,7 +431,7 @@ def _move_blocks(
             out[target] = local[source]
         unpack_blocks(got, [out[place] for place in places])
         # Without received blocks, a compiler would not see that `out` depends on the collective.
-        return out if places else bound(out, got)
+        return out if places else with_dependence(out, got)
 
     collective = CollectiveCall(
         "all_to_all", axes, sizes=tuple(sends), receives=tuple(receives), ranks=ranks
@@ -485,7 +487,7 @@ def _reduction(step: Step) -> tuple[str, Callable[[Tensor, Tensor], Tensor]]:
 
 def _division(divisor: int, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
     if divisor == 1:
-        return received
+        return take_received
     if dtype.is_floating_point or dtype.is_complex:
         return lambda got, _: got.div_(divisor)
     return lambda got, _: got.floor_divide_(divisor)

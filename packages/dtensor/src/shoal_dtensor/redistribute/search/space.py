@@ -294,10 +294,10 @@ def _change(old: ShardedDim, new: ShardedDim) -> Change:
     # Example: from axes (0, 1) to axes (0, 2), axis 1 leaves and axis 2 enters.
     leaving = old.mask & ~common.mask
     entering = new.mask & ~common.mask
-    return Change(leaving, entering, _held(old, new) if leaving else 1.0)
+    return Change(leaving, entering, _fraction_held(old, new) if leaving else 1.0)
 
 
-def _held(old: ShardedDim, new: ShardedDim) -> float:
+def _fraction_held(old: ShardedDim, new: ShardedDim) -> float:
     """Return the smallest fraction of a rank's new interval of a dim that is in its old one."""
     if new in old.outers:
         # Example: 8 elements on a mesh of (2, 2), from both axes to one: 2 / 4.
@@ -366,7 +366,7 @@ class Candidates:
         chosen = axes_of(axes)
         dims = range(len(outer))
         found: list[Dims] = []
-        order_axes = cache(self._ordered)
+        order_axes = cache(self._shardings_by_axes)
         # for each axis, the dims that it may shard; None if it shards none
         places: list[tuple[int | None, ...]] = []
         for axis in chosen:
@@ -406,7 +406,9 @@ class Candidates:
             dims.append(self._divide(whole, order)[-1])
         return tuple(dims)
 
-    def _ordered(self, dim: int, outer: ShardedDim, axes: tuple[int, ...]) -> list[ShardedDim]:
+    def _shardings_by_axes(
+        self, dim: int, outer: ShardedDim, axes: tuple[int, ...]
+    ) -> list[ShardedDim]:
         """Return the shardings that divide the shards of a dim by all of these axes."""
         orders: Iterable[tuple[int, ...]] = permutations(axes)
         if not self.complete:

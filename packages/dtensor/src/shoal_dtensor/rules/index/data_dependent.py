@@ -34,12 +34,12 @@ from ..language.rule import (
     Table,
     Traffic,
     family,
-    replicated,
+    no_rows,
 )
 from ..shape.views import expand
 
 
-def gathered(spec: Spec, axes: tuple[int, ...], *results: Tensor) -> list[Tensor]:
+def gather_results(spec: Spec, axes: tuple[int, ...], *results: Tensor) -> list[Tensor]:
     """Gather the results of all ranks along mesh axes, one after the other.
 
     The number of results differs from rank to rank.
@@ -59,7 +59,7 @@ def in_global_order(
     Positions are global, of shape `(count, ndim)`.
     """
     positions = positions + upload(spec.local_offset, positions.device, positions.dtype)
-    positions, *results_of_all = gathered(spec, axes, positions, *results)
+    positions, *results_of_all = gather_results(spec, axes, positions, *results)
     strides = upload(contiguous_stride(spec.shape), positions.device, positions.dtype)
     order = (positions * strides).sum(1).argsort()
     return [positions[order], *(tensor[order] for tensor in results_of_all)]
@@ -130,7 +130,7 @@ def _unique(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFu
 
     def run(x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         values, counts = torch.unique(x, return_counts=True)
-        values, counts = gathered(spec, axes, values, counts)
+        values, counts = gather_results(spec, axes, values, counts)
         values, inverse = torch.unique(values, return_inverse=True)
         total = torch.zeros(len(values), dtype=counts.dtype, device=x.device)
         total.index_add_(0, inverse, counts)
@@ -282,17 +282,17 @@ DATA_DEPENDENT: Table = family(
         "_unique2.default _unique.default": Rule(nonzero, _unique, kind="dynamic"),
         # These compare adjacent elements or whole slices.
         "unique_dim.default unique_consecutive.default repeat_interleave.Tensor": Rule(
-            replicated, kind="dynamic"
+            no_rows, kind="dynamic"
         ),
-        "nonzero_static.default": Rule(replicated),
+        "nonzero_static.default": Rule(no_rows),
         # A DTensor cannot have a sparse layout: the result is a plain tensor, the same on every
         # rank.
         "_to_sparse _to_sparse_csr _to_sparse_csc _to_sparse_bsr _to_sparse_bsc": Rule(
-            replicated, kind="dynamic"
+            no_rows, kind="dynamic"
         ),
-        "_sparse_coo_tensor_with_dims_and_tensors": Rule(replicated, _sparse, kind="dynamic"),
+        "_sparse_coo_tensor_with_dims_and_tensors": Rule(no_rows, _sparse, kind="dynamic"),
         "masked_scatter.default masked_scatter_.default": Rule(expand, _masked_scatter),
-        "masked_scatter_backward.default": Rule(replicated),
+        "masked_scatter_backward.default": Rule(no_rows),
         "searchsorted bucketize": Rule(searchsorted),
         "isin": Rule(isin),
         "histc": Rule(histc, _histc),

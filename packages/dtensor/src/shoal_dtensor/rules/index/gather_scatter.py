@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal_mesh.internal import bound
+from shoal_mesh.internal import with_dependence
 
 from ..._torch.tensors import TRACED
 from ...layout.spec import Spec
@@ -73,7 +73,7 @@ def lookup(
     def run(x: Tensor, *args: Any, **_: Any) -> Tensor:
         positions, is_local = local(args[place])
         if 0 in x.shape:
-            return bound(x.new_zeros(shape), *flatten([args[place]]))
+            return with_dependence(x.new_zeros(shape), *flatten([args[place]]))
         elements: Tensor = read(x, *args[:place], positions, *args[place + 1 :])
         shape_of_mask = [*is_local.shape, *[1] * behind]
         return elements.masked_fill_(~is_local.reshape(shape_of_mask), 0)

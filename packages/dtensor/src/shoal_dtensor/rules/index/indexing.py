@@ -29,7 +29,7 @@ from ..language.local_ops import (
     sharding_axes,
     where_sharded,
 )
-from ..language.notation import aligned
+from ..language.notation import broadcast_entry
 from ..language.rule import (
     Check,
     LocalCall,
@@ -116,7 +116,7 @@ def index(call: OpCall) -> Iterator[Row]:
     for j in range(dims.ndim):
         o = dims.first + j
         if call.outputs[0].shape[o] != 1:
-            entries = [aligned(index, j, dims.ndim) for index in indices]
+            entries = [broadcast_entry(index, j, dims.ndim) for index in indices]
             yield call.row(indices=entries, out=S(o))
     if adds_up(source.dtype):
         reduced = all_reduce_traffic(bytes_of(call.outputs[0]))
@@ -134,7 +134,7 @@ def _index(local_call: LocalCall) -> LocalFunction | None:
         return _index_by_mask(local_call)
     sharded = [d for d in dims.all_indexed if spec.dim_shardings[d].axes]
     if not sharded:
-        return _checked(local_call, None)
+        return _with_index_check(local_call, None)
 
     def to_local(indices: Sequence[Any]) -> tuple[list[Any], Tensor]:
         positions = list(indices)
@@ -154,7 +154,7 @@ def _index(local_call: LocalCall) -> LocalFunction | None:
     def reduce_found(x: Tensor, *args: Any) -> Tensor:
         return all_reduced(read(x, *args), spec, axes, reduction)
 
-    return _checked(local_call, reduce_found)
+    return _with_index_check(local_call, reduce_found)
 
 
 def _index_by_mask(local_call: LocalCall) -> LocalFunction | None:
@@ -186,7 +186,9 @@ def _pass(index: Tensor) -> None:
     """Check nothing."""
 
 
-def _checked(local_call: LocalCall, function: LocalFunction | None) -> LocalFunction | None:
+def _with_index_check(
+    local_call: LocalCall, function: LocalFunction | None
+) -> LocalFunction | None:
     """Return the local function, which on a rank with an empty shard first checks the indices.
 
     Kernels do not compare indices with the size of the dim if the shard is empty.
@@ -212,7 +214,7 @@ def index_put(call: OpCall) -> Iterator[Row]:
     dims = indexed_dims(source, call["indices"])
     ndim = source.ndim - len(dims.all_indexed) + dims.ndim
     for d, o in dims.kept:
-        value_entry = aligned(values, o, ndim)
+        value_entry = broadcast_entry(values, o, ndim)
         yield call.row(self=S(d), values=value_entry, out=S(d))
     if _same_everywhere(call, dims):
         for j, d in enumerate(dims.indexed[0]):
@@ -284,7 +286,7 @@ def _index_put(local_call: LocalCall) -> LocalFunction | None:
     dims = indexed.all_indexed
     sharded = [n for n, d in enumerate(dims) if spec.dim_shardings[d].axes]
     if not sharded:
-        return _checked(local_call, None)
+        return _with_index_check(local_call, None)
     if _same_everywhere(call, indexed):
         return _put_one_value(local_call, dims)
     op = call.op
@@ -315,7 +317,7 @@ def _index_put(local_call: LocalCall) -> LocalFunction | None:
             local_rows = local_rows.movedim(0, first)
         return op(x, _target(x, dims, local_writes.positions), local_rows, *args)
 
-    return _checked(local_call, run)
+    return _with_index_check(local_call, run)
 
 
 def _as_integers(indices: Sequence[Tensor | None]) -> list[Tensor]:

@@ -295,14 +295,14 @@ def product(
     )
 
 
-def aligned(meta: TensorMeta, dim: int, ndim: int, unit: int = 1) -> Entry:
+def broadcast_entry(meta: TensorMeta, dim: int, ndim: int, unit: int = 1) -> Entry:
     """Return the entry of a tensor that is broadcast to `ndim` dims of which `dim` is sharded."""
     own_dim = dim - (ndim - meta.ndim)
     has_dim = own_dim >= 0 and meta.shape[own_dim] != 1
     return S(own_dim, unit) if has_dim else R
 
 
-def alike(call: OpCall, *fixed: int) -> Iterator[Row]:
+def rows_sharded_alike(call: OpCall, *fixed: int) -> Iterator[Row]:
     """Yield a row for each dim that is not `fixed`, sharded in all operands and results."""
     for d in range(call.outputs[0].ndim):
         if d not in fixed:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from shoal_mesh.internal import bound
+from shoal_mesh.internal import with_dependence
 
 from ..._torch.operators import OpOverload, signature_of
 from ...errors import ArgumentValueError, PlacementError
@@ -229,7 +229,7 @@ def _with_norm(entries: Iterable[Entry], norm: Partial) -> tuple[Entry, ...]:
     return tuple([norm if entry is ANY_NORM else entry for entry in entries])
 
 
-def replicated(call: OpCall) -> Iterable[Row]:
+def no_rows(call: OpCall) -> Iterable[Row]:
     """Return no rows: every rank runs the operator on whole tensors."""
     return ()
 
@@ -286,7 +286,7 @@ def contribution(local_call: LocalCall) -> LocalFunction:
             part.fill_(value)
             # For a compiler, the result must depend on the arguments as on the other ranks.
             if torch.compiler.is_compiling():
-                part = bound(part, *tensors)
+                part = with_dependence(part, *tensors)
             filled.append(part)
         if is_list:
             return filled

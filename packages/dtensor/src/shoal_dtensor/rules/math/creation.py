@@ -17,7 +17,7 @@ from torch import Generator, Tensor
 from ...layout.boxes import slices_of
 from ...layout.placements import REDUCE_OPS
 from ...layout.spec import Spec
-from ...redistribute.execution.execute import run
+from ...redistribute.execution.execute import run_plan
 from ...redistribute.plan import plan
 from ...rng.draw import draw, draw_dropout_mask, empty_local
 from ...rng.state import check_in_step, generator_of
@@ -30,7 +30,7 @@ from ..language.local_ops import (
     where_sharded,
     with_arguments,
 )
-from ..language.notation import alike, pointwise
+from ..language.notation import pointwise, rows_sharded_alike
 from ..language.rule import (
     ANY_NORM,
     LocalCall,
@@ -43,7 +43,7 @@ from ..language.rule import (
     S,
     Table,
     family,
-    replicated,
+    no_rows,
 )
 
 
@@ -162,7 +162,7 @@ def rrelu_with_noise(call: OpCall) -> Iterable[Row]:
 
     In training, numbers are drawn for negative elements only, so their count depends on values.
     """
-    return () if call["training"] else alike(call)
+    return () if call["training"] else rows_sharded_alike(call)
 
 
 def multinomial(call: OpCall) -> Iterator[Row]:
@@ -196,7 +196,7 @@ def _multinomial(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> Lo
         if spec.coordinate is None:
             op(chances.new_ones(spec.shape), *args, generator=generator, **kwargs)
             return chances.new_empty(0, dtype=result.dtype)
-        samples: Tensor = op(run(gather, chances), *args, generator=generator, **kwargs)
+        samples: Tensor = op(run_plan(gather, chances), *args, generator=generator, **kwargs)
         assert result.coordinate is not None, "the result must be on the mesh of its input"
         return samples[slices_of(result.box(result.coordinate))].clone()
 
@@ -248,14 +248,14 @@ CREATION: Table = family(
         "randn_like": _fills("normal_", 0.0, 1.0),
         "randint_like": _fills("random_", 0, "high"),
         "randint_like.low_*": _fills("random_", "low", "high"),
-        "randint_like.Tensor*": Rule(replicated),
+        "randint_like.Tensor*": Rule(no_rows),
         "bernoulli_.float bernoulli.p bernoulli.float_out": _fills("bernoulli_", "p"),
         "bernoulli": Rule(pointwise().rows, _bernoulli),
         "normal.*Tensor*": Rule(pointwise().rows, _normal),
         "native_dropout.default": Rule(pointwise().rows, _native_dropout),
         "multinomial": Rule(multinomial, _multinomial),
         "rrelu_with_noise rrelu_with_noise_functional": Rule(rrelu_with_noise),
-        "poisson binomial _standard_gamma _sample_dirichlet": Rule(replicated),
+        "poisson binomial _standard_gamma _sample_dirichlet": Rule(no_rows),
         "zeros_like ones_like full_like": Rule(fill, by_value=False, unordered=True, sizes=()),
         "empty_like": Rule(fill, _empty_like, by_value=False, unordered=True, sizes=()),
         "new_zeros new_ones new_empty new_empty_strided new_full": Rule(fill, _local_size),

@@ -66,7 +66,7 @@ def _grouped_mm(local_call: LocalCall) -> LocalFunction | None:
     def run(a: Tensor, b: Tensor, offs: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
         if offs is not None:
             offs = (offs - start).clamp(0, length)
-        result: Tensor = op(_padded(a, step), _padded(b, step), offs, *args, **kwargs)
+        result: Tensor = op(_pad_matrices(a, step), _pad_matrices(b, step), offs, *args, **kwargs)
         rows, columns = output.local_shape[-2:]
         return result[..., :rows, :columns].contiguous()
 
@@ -89,7 +89,7 @@ def _range_of_groups(local_call: LocalCall) -> tuple[int, int]:
     return spec.offset(dim), spec.local_shape[dim]
 
 
-def _padded(matrices: Tensor, step: int) -> Tensor:
+def _pad_matrices(matrices: Tensor, step: int) -> Tensor:
     """Return matrices with zeros behind, so that both of their dims are multiples of `step`."""
     rows, columns = (-size % step for size in matrices.shape[-2:])
     return functional.pad(matrices, (0, columns, 0, rows)) if rows or columns else matrices

@@ -14,13 +14,13 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal_mesh.internal import bound
+from shoal_mesh.internal import with_dependence
 
 from ..._torch.tensors import with_conjugates
 from ...layout.spec import Spec
 from ...layout.tensor_meta import TensorMeta
 from ..language.local_ops import in_every_form, where_sharded
-from ..language.notation import Pattern, alike, factor_rows, parse, product
+from ..language.notation import Pattern, factor_rows, parse, product, rows_sharded_alike
 from ..language.rule import (
     Entry,
     LocalCall,
@@ -33,11 +33,11 @@ from ..language.rule import (
     S,
     Table,
     family,
-    replicated,
+    no_rows,
 )
 
 
-def _added(text: str, name: str = "self") -> Rule:
+def _rule_of_sum(text: str, name: str = "self") -> Rule:
     """Return the rule of `beta * c + alpha * (product)`.
 
     `c` is the argument `name`, which has the last dims of the output.
@@ -83,12 +83,12 @@ def _added_alone(local_call: LocalCall) -> LocalFunction | None:
 
     def run(added: Tensor, first: Tensor, second: Tensor, *_: Any, **__: Any) -> Tensor:
         summand = (added * beta).to(spec.dtype)
-        return bound(summand.expand(spec.local_shape).clone(), first, second)
+        return with_dependence(summand.expand(spec.local_shape).clone(), first, second)
 
     return in_every_form(local_call.call, run)
 
 
-_WITH_BIAS = _added("... k, n k -> ... n", "bias")
+_WITH_BIAS = _rule_of_sum("... k, n k -> ... n", "bias")
 
 
 def linear(call: OpCall) -> Iterator[Row]:
@@ -213,11 +213,11 @@ MATMUL: Table = family(
         "kron": Rule(kron),
         "matmul": Rule(matmul, sizes=()),
         "linear": Rule(linear, sizes=()),
-        "addmm": _added("m k, k n -> m n"),
-        "addmv": _added("m k, k -> m"),
-        "addr": _added("m, n -> m n"),
-        "baddbmm": _added("b m k, b k n -> b m n"),
-        "addbmm": _added("b m k, b k n -> m n"),
+        "addmm": _rule_of_sum("m k, k n -> m n"),
+        "addmv": _rule_of_sum("m k, k -> m"),
+        "addr": _rule_of_sum("m, n -> m n"),
+        "baddbmm": _rule_of_sum("b m k, b k n -> b m n"),
+        "addbmm": _rule_of_sum("b m k, b k n -> m n"),
         # Distances between rows; torch's kernel of the gradient leaves out a batch that both sides
         # share.
         "_cdist_forward _euclidean_dist": product(
@@ -239,7 +239,7 @@ MATMUL: Table = family(
         "linalg_qr linalg_solve_triangular lu_unpack": _BATCHED,
         "linalg_householder_product geqrf ormqr triangular_solve": _BATCHED,
         # Every rank has all matrices, so all ranks raise the same error.
-        "_linalg_check_errors": Rule(replicated),
+        "_linalg_check_errors": Rule(no_rows),
         # Its kernel is made of other operators, which use marks for conjugates.
         "linalg_pinv.atol_rtol_tensor*": Rule(
             batched, lambda local_call: with_conjugates(local_call.call.op), skip_empty=True
@@ -248,7 +248,7 @@ MATMUL: Table = family(
         "trace": product("m n -> ", linear=(0,), local=_trace),
         "_trilinear": Rule(trilinear),
         "_fft_c2c _fft_r2c _fft_c2r": Rule(
-            lambda call: alike(call, *call.dims()), skip_empty=True, linear="self"
+            lambda call: rows_sharded_alike(call, *call.dims()), skip_empty=True, linear="self"
         ),
     }
 )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal_mesh import all_gather, all_gather_v, all_to_all_blocks
-from shoal_mesh.internal import bound
+from shoal_mesh.internal import with_dependence
 
 from ...layout.dim_sharding import chunk_sizes
 from ...layout.spec import Spec
@@ -256,7 +256,7 @@ def _scanned(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
             scan = combine(reduce(combine, before), scan)
         else:
             pairs = zip(scan, totals, strict=True)
-            scan = tuple(bound(scanned, total) for scanned, total in pairs)
+            scan = tuple(with_dependence(scanned, total) for scanned, total in pairs)
         return scan if len(scan) == 2 else scan[0]
 
     return run

@@ -36,7 +36,7 @@ from ..language.rule import (
     S,
     Table,
     family,
-    replicated,
+    no_rows,
 )
 
 # pairs of the entries of all tensor operands, and the entry of the result
@@ -126,7 +126,7 @@ def _negated(call: OpCall) -> PartialRows:
     return [((P("max"),), P("min")), ((P("min"),), P("max"))]
 
 
-def _chosen(call: OpCall) -> PartialRows:
+def _partials_of_where(call: OpCall) -> PartialRows:
     """Return partials of `where`, which chooses between the operands after the condition.
 
     The choice does not depend on the values of these operands.
@@ -156,7 +156,7 @@ def _masked_fill(call: OpCall) -> PartialRows:
     return both + _partial(call, IDEMPOTENT, (0,), (2,))
 
 
-def _replaced(call: OpCall) -> PartialRows:
+def _partials_of_replacement(call: OpCall) -> PartialRows:
     """Return partials of operators that replace values by a tensor (`copy`) or a number (`fill`).
 
     The old values do not matter. A number is written into a partial sum on one rank only
@@ -268,11 +268,13 @@ _RULES: dict[str, Rule] = {
     "clone alias detach detach_copy alias_copy": _KEPT,
     "lift lift_fresh lift_fresh_copy contiguous _to_copy": _KEPT,
     "positive": _KEPT,
-    "copy fill": replace(pointwise(partial=_replaced), local=_offset),
+    "copy fill": replace(pointwise(partial=_partials_of_replacement), local=_offset),
     "zero": pointwise(
         partial=lambda call: _partial(call, [op for op in REDUCE_OPS if op != "bxor"], ())
     ),
-    "where.self where.ScalarOther where.ScalarSelf where.self_out": pointwise(partial=_chosen),
+    "where.self where.ScalarOther where.ScalarSelf where.self_out": pointwise(
+        partial=_partials_of_where
+    ),
     "where.Scalar": _PLAIN,
     "masked_fill": replace(pointwise(partial=_masked_fill), local=_offset),
     # -- linear
@@ -340,7 +342,7 @@ _RULES: dict[str, Rule] = {
     "infinitely_differentiable_gelu_backward": pointwise(partial=_linear_unless_rounded),
     # -- one Python value, which is the value for the global tensor
     "equal allclose": Rule(equal, _equal),
-    "_local_scalar_dense": Rule(replicated),
+    "_local_scalar_dense": Rule(no_rows),
 }
 
 

@@ -32,7 +32,7 @@ from ..language.local_ops import (
     wide_bytes_of,
     wide_dtype,
 )
-from ..language.notation import alike
+from ..language.notation import rows_sharded_alike
 from ..language.rule import (
     Entry,
     LocalCall,
@@ -359,8 +359,10 @@ REDUCTION: Table = family(
         "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data": Rule(
             softmax, _softmax, sizes=(), linear="grad_output"
         ),
-        "_safe_softmax": Rule(lambda call: alike(call, call.dim()), skip_empty=True),
-        "glu glu_backward": Rule(lambda call: alike(call, call.dim()), linear="grad_output"),
+        "_safe_softmax": Rule(lambda call: rows_sharded_alike(call, call.dim()), skip_empty=True),
+        "glu glu_backward": Rule(
+            lambda call: rows_sharded_alike(call, call.dim()), linear="grad_output"
+        ),
     },
     unordered=True,
 ) | family({"segment_reduce _segment_reduce_backward": Rule(segment_reduce, skip_empty=True)})

@@ -16,7 +16,7 @@ import torch
 
 from ...layout.tensor_meta import TensorMeta
 from ..language.local_ops import sharding_axes, with_arguments
-from ..language.notation import aligned
+from ..language.notation import broadcast_entry
 from ..language.rule import (
     Entry,
     LocalCall,
@@ -43,7 +43,7 @@ def _entry(call: OpCall, name: str, dim: int, group: int) -> Entry:
     meta = call[name]
     query = call["query"]
     if name in MASKS:
-        return aligned(meta, dim, query.ndim, group)
+        return broadcast_entry(meta, dim, query.ndim, group)
     if name in KEY_SIDE and dim < query.ndim - 2:
         return S(dim)
     # Example: with 8 query heads and 4 key heads, a `group` of 2 query heads is one step.

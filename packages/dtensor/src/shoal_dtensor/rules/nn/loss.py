@@ -78,7 +78,7 @@ def _loss(local_call: LocalCall) -> LocalFunction | None:
     if all((axis, "avg") in partials for axis in axes):
         return None
     count = call["self"].shape[0] if has_samples else _broadcast_count(call)
-    finish: Callable[[Tensor], Tensor] = _unchanged
+    finish: Callable[[Tensor], Tensor] = _keep_part
     if not is_gradient:
         finish = mean_of_sums(local_call, tuple(sorted(axes)))
     if wide_dtype(call.outputs[0].dtype) is not call.outputs[0].dtype:
@@ -99,7 +99,7 @@ def _loss(local_call: LocalCall) -> LocalFunction | None:
     return run
 
 
-def _unchanged(part: Tensor) -> Tensor:
+def _keep_part(part: Tensor) -> Tensor:
     return part
 
 

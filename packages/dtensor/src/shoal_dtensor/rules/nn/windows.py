@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal_mesh.internal import bound
+from shoal_mesh.internal import with_dependence
 
 from ...layout.memory_order import contiguous_stride
 from ...layout.spec import Spec
 from ...layout.tensor_meta import TensorMeta
 from ..exchange import Halos, Windows, halo_traffic, per_dim, windows_of
 from ..language.local_ops import in_every_form, moved_between_boxes, sharding_axes, with_arguments
-from ..language.notation import alike, product
+from ..language.notation import product, rows_sharded_alike
 from ..language.op_call import OpCall, P, R, Row, S, Traffic
 from ..language.rule import LocalCall, LocalFunction, Rule, Table, backward, contribution, family
 
@@ -48,7 +48,7 @@ def planes(call: OpCall) -> Iterator[Row]:
     free = min(t.ndim for t in operands) - spatial_dims(call)
     dims = range(call.outputs[0].ndim)
     unshared = [d for d in dims if d >= free or not _have_equal_sizes(operands, d)]
-    return alike(call, *unshared)
+    return rows_sharded_alike(call, *unshared)
 
 
 def _have_equal_sizes(tensors: Iterable[TensorMeta], dim: int) -> bool:
@@ -367,7 +367,7 @@ def _convolve(local_call: LocalCall) -> LocalFunction | None:
     def run(x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
         wide = halos.fetch(x)
         if is_empty:
-            result = bound(x.new_zeros(shape), wide, weight)
+            result = with_dependence(x.new_zeros(shape), wide, weight)
         else:
             bias_of_kernel = None if adds_bias_last else bias
             result = halos.cropped(convolve(wide, weight, bias_of_kernel, *args, **kwargs))
@@ -412,8 +412,8 @@ def _convolve_backward(local_call: LocalCall) -> LocalFunction | None:
         of_weight: Tensor
         of_bias: Tensor | None = None
         if is_empty:
-            of_input = bound(torch.zeros_like(wide), gradient)
-            of_weight = bound(torch.zeros_like(weight), gradient)
+            of_input = with_dependence(torch.zeros_like(wide), gradient)
+            of_weight = with_dependence(torch.zeros_like(weight), gradient)
         else:
             of_input, of_weight, of_bias = back(halos.uncropped(gradient), wide, weight, *args)
         if sums_bias_apart:
@@ -456,7 +456,7 @@ WINDOWED: Table = family(
         "pixel_shuffle": _images("... (c r s) h w -> ... c (h r) (w s)"),
         "pixel_unshuffle": _images("... c (h r) (w s) -> ... (c r s) h w"),
         "channel_shuffle native_channel_shuffle": Rule(
-            lambda call: alike(call, 1), skip_empty=True
+            lambda call: rows_sharded_alike(call, 1), skip_empty=True
         ),
         _MAXIMA: Rule(windowed, _windowed, skip_empty=True),
         _SUMS: Rule(windowed, _windowed, skip_empty=True, linear="self input"),

@@ -25,7 +25,7 @@ from ...layout.boxes import spans
 from ...layout.dim_sharding import DimSharding
 from ..exchange import Relocation
 from ..language.local_ops import bytes_of, in_every_form, with_arguments
-from ..language.notation import alike, product
+from ..language.notation import product, rows_sharded_alike
 from ..language.op_call import ShardingMap, entries_at
 from ..language.rule import (
     LocalCall,
@@ -367,7 +367,7 @@ REARRANGEMENT: Table = family(
         "stack": Rule(unsqueeze, moves="tensors"),
         "constant_pad_nd.default": Rule(constant_pad_nd, _constant_pad_nd),
         "roll flip": Rule(roll, _roll, moves="self"),
-        "rot90": Rule(lambda call: alike(call, *call.dims("dims")), moves="self"),
+        "rot90": Rule(lambda call: rows_sharded_alike(call, *call.dims("dims")), moves="self"),
         "repeat": Rule(repeat, _repeat, moves="self"),
         "diagonal.default": Rule(
             diagonal, _diagonal, unordered=True, skip_empty=True, moves="self"

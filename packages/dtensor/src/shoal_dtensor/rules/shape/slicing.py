@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shoal_mesh import broadcast
-from shoal_mesh.internal import bound
+from shoal_mesh.internal import with_dependence
 
 from ...layout.boxes import spans
 from ...layout.dim_sharding import DimSharding
@@ -226,7 +226,7 @@ def _select(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     src = sharding.shard_with(index)
 
     def broadcast_one(x: Tensor, *args: Any) -> Tensor:
-        operand = x[at].clone() if holds else bound(x.new_empty(()), x)
+        operand = x[at].clone() if holds else with_dependence(x.new_empty(()), x)
         return broadcast(operand, spec.mesh.comm(sharding.axes), src)
 
     return broadcast_one

@@ -30,7 +30,7 @@ from ..language.rule import (
     S,
     Table,
     family,
-    replicated,
+    no_rows,
 )
 
 
@@ -338,8 +338,8 @@ VIEWS: Table = family(
         "view_as_real.default view_as_complex.default": Rule(view_as_real, linear="self"),
         # Strides refer to one storage, which no rank has. The input is gathered, so the result is
         # not a view of it.
-        "as_strided.default": Rule(replicated, moves="self"),
-        "as_strided_scatter.default": Rule(replicated, moves="self src"),
+        "as_strided.default": Rule(no_rows, moves="self"),
+        "as_strided_scatter.default": Rule(no_rows, moves="self src"),
         "unfold_backward.default": Rule(
             unfold, with_input_sizes, skip_empty=True, linear="grad_in"
         ),

@@ -19,7 +19,7 @@ from ...dispatch.global_call import outputs_by_meta_kernel, outputs_by_probe, sp
 from ...dispatch.propagate import elements_of, rule_of
 from ...errors import ShoalTensorError, SpmdTypeError
 from ...layout.spec import Spec
-from ...layout.tensor_meta import mapped
+from ...layout.tensor_meta import map_instances
 from ...rules.language.op_call import OpCall, schema_of
 from ...rules.language.rule import LocalCall, Rule
 from ...scopes import current as current_scope
@@ -219,7 +219,7 @@ def _results_by_rule(
     outcomes: dict[tuple[Spec, ...], int] = {}
     refusals: list[_Refusal] = []
     for args, multiplied in _global_arguments(call, axes):
-        global_call = mapped((args, named), Operand, operands.__getitem__)
+        global_call = map_instances((args, named), Operand, operands.__getitem__)
         outcome = _by_row(call, rule, *global_call)
         if isinstance(outcome, _Refusal):
             refusals.append(outcome)
@@ -375,7 +375,9 @@ def _by_row(
         metas = outputs.metas
     except (ShoalTensorError, RuntimeError, IndexError) as error:
         return _Refusal(f"the global tensors do not fit the operator ({error})", None)
-    positional, named = mapped((tuple(args), {**kwargs}), Spec, lambda spec: spec.tensor_meta)
+    positional, named = map_instances(
+        (tuple(args), {**kwargs}), Spec, lambda spec: spec.tensor_meta
+    )
     metas_in = tuple([spec.tensor_meta for spec in inputs])
     call = OpCall(local.op, positional, named, metas_in, outputs=metas)
     if call.has_data_dependent_shape or rule.kind == "dynamic":

@@ -18,7 +18,7 @@ from shoal_mesh import DeviceMesh, abstract_mesh
 from ...layout.dim_sharding import StridedDimSharding
 from ...layout.placements import Placement, Replicate
 from ...layout.spec import Spec
-from ...layout.tensor_meta import mapped
+from ...layout.tensor_meta import map_instances
 from ..types.axis_types import (
     SHARDS,
     AnyAxisType,
@@ -179,7 +179,7 @@ def with_expanded_shards(
                     replaced[operand] = present.with_type_on(axis, kind)
     if not replaced:
         return None
-    args, kwargs = mapped(
+    args, kwargs = map_instances(
         (call.args, {**call.kwargs}), Operand, lambda operand: replaced.get(operand, operand)
     )
     operands = tuple([replaced.get(operand, operand) for operand in call.operands])

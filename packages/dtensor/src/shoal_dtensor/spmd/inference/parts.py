@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from ...errors import ShoalTensorError, SpmdTypeError
-from ...layout.tensor_meta import mapped
+from ...layout.tensor_meta import map_instances
 from ...rules.language.op_call import schema_of
 from ..types.axis_types import AnyAxisType, I, Parts, R, Run, V, joined_type
 from ..types.mesh_axes import MeshAxis
@@ -134,7 +134,7 @@ def _types_of_views(
     strides = [0] * len(shape)
     strides[parts.dim] = 1
     positions = torch.arange(shape[parts.dim], device="cpu").as_strided(shape, strides)
-    args, kwargs = mapped((call.args, {**call.kwargs}), Operand, lambda _: positions)
+    args, kwargs = map_instances((call.args, {**call.kwargs}), Operand, lambda _: positions)
     try:
         views = tensors_in(call.op(*args, **kwargs))
     except (ShoalTensorError, RuntimeError):

@@ -192,7 +192,7 @@ class _DescribedAxes(NamedTuple):
 def _axes_of(axes: Any) -> _DescribedAxes:
     """Return the axes that a user describes by a mesh, a dict, a set or groups."""
     if isinstance(axes, Mapping):
-        named = {name: _named(axis, name) for name, axis in axes.items()}
+        named = {name: _note_name(axis, name) for name, axis in axes.items()}
         return _DescribedAxes([*named.values()], named, None)
     if hasattr(axes, "mesh_dim_names") and hasattr(axes, "get_group"):
         return _axes_of_mesh(axes)
@@ -219,7 +219,7 @@ def _axes_of_mesh(mesh: Any) -> _DescribedAxes:
     return _DescribedAxes(found, by_name, mesh)
 
 
-def _named(axis: Any, name: str) -> MeshAxis:
+def _note_name(axis: Any, name: str) -> MeshAxis:
     """Return an axis, and note its name."""
     if not isinstance(axis, MeshAxis):
         raise ArgumentTypeError(

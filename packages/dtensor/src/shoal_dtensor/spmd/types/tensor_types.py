@@ -152,7 +152,7 @@ def read_type(
     by_axis: dict[MeshAxis, AnyAxisType] = {}
     for axis_like, axis_type in types.items():
         axis = normalize_axis(axis_like)
-        resolved = _checked(axis_like, axis_type, ndim)
+        resolved = _valid_type(axis_like, axis_type, ndim)
         # All axes of one rank are equal, but a mesh may have several, with other types.
         if axis.size() == 1:
             continue
@@ -169,7 +169,7 @@ def read_type(
     return TensorType(_in_mesh_order(by_axis), tuple(kept))
 
 
-def _checked(axis: AxisLike, axis_type: AnyAxisType, ndim: int) -> AnyAxisType:
+def _valid_type(axis: AxisLike, axis_type: AnyAxisType, ndim: int) -> AnyAxisType:
     """Return a type with its dim counted from the front; raise an error if it is not valid."""
     if not isinstance(axis_type, AxisType | Shard):
         raise SpmdTypeError(

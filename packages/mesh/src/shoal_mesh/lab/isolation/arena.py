@@ -137,7 +137,7 @@ class Arena:
                 _fill(torch.frombuffer(buffer, dtype=torch.uint8), starts, tensors)
             return Packet(metas, bytes(buffer))
         extent = Extent(self._rank, self._allocate(length), length)
-        with self._mapped(extent) as memory:
+        with self._map_extent(extent) as memory:
             _fill(memory, starts, tensors)
         return Packet(metas, extent)
 
@@ -153,7 +153,7 @@ class Arena:
             memory = torch.frombuffer(bytearray(packet.data or b"\0"), dtype=torch.uint8)
             yield _views(memory, starts, packet)
             return
-        with self._mapped(packet.data) as memory:
+        with self._map_extent(packet.data) as memory:
             yield _views(memory[:length], starts, packet)
 
     def free(self, offsets: Sequence[int]) -> None:
@@ -183,7 +183,7 @@ class Arena:
         return position
 
     @contextmanager
-    def _mapped(self, extent: Extent) -> Iterator[Tensor]:
+    def _map_extent(self, extent: Extent) -> Iterator[Tensor]:
         """Open a block in which the bytes of an extent are a tensor."""
         # a mapping begins with a page, so it has these bytes before the extent
         before = extent.offset % _PAGE
