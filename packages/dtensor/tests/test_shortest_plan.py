@@ -87,7 +87,7 @@ def hops(space: Space, here: State) -> Iterator[list[Edge]]:
         yield [all_reduce(space, here)]
         for dims in arrangements(space, here.dims, axes_of(here.to_reduce)):
             if dims != here.dims:
-                yield [reduce_scatter(space, here, space.scattered(here, dims))]
+                yield [reduce_scatter(space, here, space.after_reduce_scatter(here, dims))]
 
 
 def optimum(space: Space) -> tuple[float, dict[State, float]]:

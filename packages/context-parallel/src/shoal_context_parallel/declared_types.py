@@ -20,11 +20,11 @@ from .parallel_attention import HeadExchange
 def _check_own_rows(tensor: Tensor, axis: spmd.MeshAxis) -> None:
     """Refuse a tensor that is equal on the ranks, or partial."""
     present = spmd.type_of(tensor)
-    kind = V if present is None else present.by_axis.get(axis, V)
-    if not isinstance(kind, spmd.Shard | spmd.FoldedShard) and kind is not V:
+    axis_type = V if present is None else present.by_axis.get(axis, V)
+    if not isinstance(axis_type, spmd.Shard | spmd.FoldedShard) and axis_type is not V:
         raise SpmdTypeError(
             f"{spmd.user_line()}: attention of a sharded sequence takes each rank's positions, a "
-            f"shard over {axis!r}, and got {kind}"
+            f"shard over {axis!r}, and got {axis_type}"
         )
 
 
@@ -43,8 +43,8 @@ def _declare_heads(outputs: Any, args: tuple[Any, ...]) -> None:
         axis = spmd.axes_of(source.mesh)[0]
         _check_own_rows(tensor, axis)
         (dim,) = [sharding_dim for sharding_dim, _ in target.shard_order]
-        kind = Shard(dim) if target.even else V
-        spmd.set_type(output, spmd.moved_type(tensor, axis, kind, output.ndim))
+        axis_type = Shard(dim) if target.even else V
+        spmd.set_type(output, spmd.moved_type(tensor, axis, axis_type, output.ndim))
 
 
 spmd.hide_frames_of(str(Path(__file__).parent))

@@ -505,14 +505,14 @@ def mixed_by(model: Any) -> str:
     The description is empty if there is no such part.
     """
     for path, module in model.named_modules():
-        kind = type(module).__name__
-        where = f"{path or 'the model'} ({kind})"
-        if isinstance(module, nn.RNNBase) or _MIXES.search(kind):
-            return f"{where} carries a state from one position to the next"
+        class_name = type(module).__name__
+        subject = f"{path or 'the model'} ({class_name})"
+        if isinstance(module, nn.RNNBase) or _MIXES.search(class_name):
+            return f"{subject} carries a state from one position to the next"
         if isinstance(module, nn.Conv1d) and max(module.kernel_size) > 1:
-            return f"{where} reads neighboring positions"
-        if _POOLS.search(kind):
-            return f"{where} reads one position for the whole sequence"
+            return f"{subject} reads neighboring positions"
+        if _POOLS.search(class_name):
+            return f"{subject} reads one position for the whole sequence"
     name = type(model).__name__
     if _POOLING_HEADS.search(name):
         return f"{name} reads one position for the whole sequence"

@@ -493,16 +493,16 @@ class FSDPModule(ReducingModule):
         )
 
 
-def refusing_methods_of_units(kind: type[M]) -> type[M]:
+def refusing_methods_of_units(cls: type[M]) -> type[M]:
     """Give a class of modules without units the public methods of `FSDPModule`, as refusals.
 
     In torch all modules of `replicate` have these methods.
     """
     for name in vars(FSDPModule):
         is_public = not name.startswith("_")
-        if is_public and not hasattr(kind, name):
-            setattr(kind, name, _refusal_of(name))
-    return kind
+        if is_public and not hasattr(cls, name):
+            setattr(cls, name, _refusal_of(name))
+    return cls
 
 
 def _refusal_of(name: str) -> Callable[..., NoReturn]:

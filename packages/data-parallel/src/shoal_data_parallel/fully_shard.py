@@ -164,10 +164,10 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
     return cast(FSDPModule | list[FSDPModule], module)
 
 
-def install_unit(first_unit: Unit, kind: Any) -> None:
-    """Shard the parameters of a unit's modules, and add the class `kind` to their classes.
+def install_unit(first_unit: Unit, cls: Any) -> None:
+    """Shard the parameters of a unit's modules, and add the class `cls` to their classes.
 
-    This includes the parameters of the unit's peers. `kind` is a subclass of FSDPModule.
+    This includes the parameters of the unit's peers. `cls` is a subclass of FSDPModule.
     """
     modules: list[Any] = first_unit.modules
     precision = first_unit.policies[0]
@@ -186,7 +186,7 @@ def install_unit(first_unit: Unit, kind: Any) -> None:
     for module in modules:
         vars(module)[STATE] = first_unit
         refuse_save_pretrained(module)
-        module.__class__ = with_methods(kind, module.__class__)
+        module.__class__ = with_methods(cls, module.__class__)
         watch_draws(module, first_unit.axes.mesh)
 
 
@@ -217,14 +217,14 @@ def _checked_resharding(setting: object, axes: DataAxes) -> bool | int | None:
 def check_modules(name: str, modules: Sequence[nn.Module]) -> None:
     """Raise LayoutError if one of these modules is a unit already, or has no forward."""
     for module in modules:
-        kind = type(module).__name__
+        class_name = type(module).__name__
         if isinstance(module, FSDPModule):
             raise LayoutError(
-                f"{name}: this {kind} is sharded already; call fully_shard on a module once"
+                f"{name}: this {class_name} is sharded already; call fully_shard on a module once"
             )
         if type(module).forward is nn.Module.forward and "forward" not in vars(module):
             raise LayoutError(
-                f"{name}: {kind} does not define forward, so nothing would gather its parameters; "
+                f"{name}: {class_name} does not define forward, so nothing would gather its parameters; "
                 "pass the modules that it contains"
             )
 

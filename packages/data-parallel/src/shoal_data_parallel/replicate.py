@@ -216,13 +216,13 @@ def _mesh_of(mesh: DeviceMesh | str | None) -> DeviceMesh:
     if mesh is None:
         return mesh_of_all_ranks()
     if isinstance(mesh, str):
-        around = current_mesh()
-        if around is None:
+        mesh_of_block = current_mesh()
+        if mesh_of_block is None:
             raise StyleError(
                 f"replicate: mesh={mesh!r} is the name of an axis, but no mesh is active. Pass "
                 f"mesh[{mesh!r}], or call it in `with mesh:`"
             )
-        return around[mesh]
+        return mesh_of_block[mesh]
     return DataAxes(mesh).mesh
 
 

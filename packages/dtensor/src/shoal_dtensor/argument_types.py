@@ -29,7 +29,7 @@ _WORDS: dict[type, str] = {nn.Module: "an nn.Module", int: "an int", type(None):
 
 
 def check_mesh(
-    where: str, mesh: object, error: type[ArgumentTypeError] | type[LayoutError] = ArgumentTypeError
+    call: str, mesh: object, error: type[ArgumentTypeError] | type[LayoutError] = ArgumentTypeError
 ) -> None:
     """Refuse a value that is not a mesh of shoal, and name the ways to get one.
 
@@ -38,7 +38,7 @@ def check_mesh(
     if not isinstance(mesh, DeviceMesh):
         cls = type(mesh)
         raise error(
-            f"{where}: device_mesh is {cls.__module__}.{cls.__qualname__}; make one "
+            f"{call}: device_mesh is {cls.__module__}.{cls.__qualname__}; make one "
             "with shoal_mesh.init_device_mesh, or convert torch's with "
             f"shoal_dtensor.interop.mesh_from_torch(mesh); got {mesh!r:.80}"
         )
@@ -154,11 +154,11 @@ def _require_value_or_list(value: Any, kinds: Kinds, taken: str) -> None:
             require(item, item_kinds, taken, StyleTypeError)
 
 
-def submodule_of(where: str, stage: object) -> nn.Module:
+def submodule_of(call: str, stage: object) -> nn.Module:
     """Return the module of a pipeline stage, of torch's or of any other class.
 
     Raise StyleTypeError if the stage does not have a module.
     """
     module = getattr(stage, "submod", None)
-    require(module, nn.Module, f"{where}: the submod of stage is an nn.Module", StyleTypeError)
+    require(module, nn.Module, f"{call}: the submod of stage is an nn.Module", StyleTypeError)
     return cast(nn.Module, module)

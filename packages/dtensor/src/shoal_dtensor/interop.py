@@ -58,15 +58,15 @@ def mesh_from_torch(mesh: Any) -> DeviceMesh:
     return _over_groups(DeviceMesh, mesh, mesh.mesh_dim_names)  # type: ignore[no-any-return]  # of the class it gets
 
 
-def _over_groups(kind: Any, mesh: Any, names: Any) -> Any:
-    """Return a mesh of class `kind` over the process groups of another mesh.
+def _over_groups(mesh_class: Any, mesh: Any, names: Any) -> Any:
+    """Return a mesh of class `mesh_class` over the process groups of another mesh.
 
     Torch's mesh needs names if it has several axes.
     """
     groups = mesh.get_all_groups()
     if mesh.ndim == 1:
-        return kind.from_group(groups[0], mesh.device_type, mesh_dim_names=names)
-    return kind.from_group(groups, mesh.device_type, mesh=mesh.mesh, mesh_dim_names=names)
+        return mesh_class.from_group(groups[0], mesh.device_type, mesh_dim_names=names)
+    return mesh_class.from_group(groups, mesh.device_type, mesh=mesh.mesh, mesh_dim_names=names)
 
 
 def to_torch(tensor: DTensor, mesh: Any | None = None) -> Any:

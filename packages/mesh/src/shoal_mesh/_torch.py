@@ -406,7 +406,7 @@ _CALLS = {
 
 
 @cache
-def call_of(kind: type[Any], name: str) -> Callable[..., Work]:
+def call_of(cls: type[Any], name: str) -> Callable[..., Work]:
     """Return the function through which groups of a class run one of `_CALLS`.
 
     Its arguments are (group, output, input, further arguments). It is the method that the class
@@ -414,9 +414,9 @@ def call_of(kind: type[Any], name: str) -> Callable[..., Work]:
     backend.
     """
     single, many = _CALLS[name]
-    method_of_torch: Callable[..., Work] = getattr(kind, single[0])
+    method_of_torch: Callable[..., Work] = getattr(cls, single[0])
     for method_name in single + many:
-        method: Any = getattr(kind, method_name, None)
+        method: Any = getattr(cls, method_name, None)
         is_overridden = method is not getattr(ProcessGroup, method_name, None)
         if not is_overridden:
             continue
@@ -424,13 +424,13 @@ def call_of(kind: type[Any], name: str) -> Callable[..., Work]:
             overriding: Callable[..., Work] = method
             return overriding
         return lambda group, output, source, *more: method(group, [output], [source], *more)
-    if kind is ProcessGroup:
+    if cls is ProcessGroup:
         return method_of_torch
 
     def of_its_backend(group: ProcessGroup, *arguments: Any) -> Work:
         if not group._device_types:
             raise BackendError(
-                f"the process group {kind.__name__} does not have {name}: a group written in "
+                f"the process group {cls.__name__} does not have {name}: a group written in "
                 f"Python needs one of the methods {', '.join(single + many)}"
             )
         return method_of_torch(group, *arguments)

@@ -42,10 +42,10 @@ def default_backend(ranks: int) -> str:
         >>> default_backend(1 << 20)
         'gloo'
     """
-    kind = accelerator()
-    if kind is None or device_count() < ranks:
+    device_type = accelerator()
+    if device_type is None or device_count() < ranks:
         return "gloo"
-    return f"cpu:gloo,{kind}:{dist.Backend.default_device_backend_map[kind]}"
+    return f"cpu:gloo,{device_type}:{dist.Backend.default_device_backend_map[device_type]}"
 
 
 def module_of(device_type: str) -> Any:
@@ -63,9 +63,9 @@ def module_of(device_type: str) -> Any:
 
 def set_own_device(rank: int, backend: str) -> None:
     """Give a local rank its own device if the default group has the accelerator's backend."""
-    kind = accelerator()
-    if kind is not None and dist.Backend.default_device_backend_map[kind] in backend:
-        module_of(kind).set_device(rank % device_count())
+    device_type = accelerator()
+    if device_type is not None and dist.Backend.default_device_backend_map[device_type] in backend:
+        module_of(device_type).set_device(rank % device_count())
 
 
 def own_device(device_type: str) -> torch.device:

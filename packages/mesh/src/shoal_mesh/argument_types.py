@@ -119,7 +119,7 @@ def near_miss(got: str, known: Iterable[str]) -> str:
 
 
 def check_keywords(
-    where: str, function: Callable[..., Any], keywords: Iterable[str], error: type[TypeError]
+    call: str, function: Callable[..., Any], keywords: Iterable[str], error: type[TypeError]
 ) -> None:
     """Raise `error` for an unknown keyword argument; it suggests a similar one."""
     parameters = inspect.signature(function).parameters
@@ -131,7 +131,7 @@ def check_keywords(
             suggestion = near_miss(keyword, known)
             allowed = ", ".join(known) or "no arguments"
             raise error(
-                f"{where}() got an unexpected keyword argument {keyword!r}{suggestion}; it takes "
+                f"{call}() got an unexpected keyword argument {keyword!r}{suggestion}; it takes "
                 f"{allowed}"
             )
 

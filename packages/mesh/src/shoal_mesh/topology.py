@@ -190,13 +190,13 @@ def topology_version() -> int:
 
 
 def _default(mesh: DeviceMesh) -> Topology:
-    kind = "cpu" if mesh.device_type in {"cpu", "meta"} else "accelerator"
-    per_host = _ranks_per_host(mesh.device_type, kind)
+    link_name = "cpu" if mesh.device_type in {"cpu", "meta"} else "accelerator"
+    per_host = _ranks_per_host(mesh.device_type, link_name)
     links = []
     for axis in range(mesh.ndim):
         hosts = {rank // per_host for rank in mesh.ranks_along(axis, (0,) * mesh.ndim)}
         by_kind = _REMOTE if len(hosts) > 1 else _LOCAL
-        links.append(by_kind[kind])
+        links.append(by_kind[link_name])
     return Topology(tuple(links))
 
 

@@ -215,29 +215,29 @@ def _map_leaves(
     return mapped
 
 
-def _check_fit(flat: Mapping[str, Any], allowed: Sequence[str], where: Any) -> None:
+def _check_fit(flat: Mapping[str, Any], allowed: Sequence[str], checkpoint_id: Any) -> None:
     """Raise CheckpointError unless every entry of the state dict fits the checkpoint's index."""
     from torch.distributed.checkpoint import FileSystemReader
 
     try:
-        index = FileSystemReader(where).read_metadata()
+        index = FileSystemReader(checkpoint_id).read_metadata()
         saved: Mapping[str, Any] = index.state_dict_metadata
     except Exception as error:  # noqa: BLE001, RUF100
         # if the folder is missing, or the index is truncated, reading may raise any error
         raise CheckpointError(
-            f"there is no readable checkpoint at {where}: {type(error).__name__}: {error}"
+            f"there is no readable checkpoint at {checkpoint_id}: {type(error).__name__}: {error}"
         ) from error
     missing = sorted(flat.keys() - saved.keys())
     if missing:
         raise CheckpointError(
-            f"checkpoint {where} does not contain {missing}; it contains {sorted(saved)}"
+            f"checkpoint {checkpoint_id} does not contain {missing}; it contains {sorted(saved)}"
         )
     for name, value in flat.items():
         is_tensor = isinstance(value, torch.Tensor)
         was_tensor = hasattr(saved[name], "size")
         if is_tensor is not was_tensor:
             raise CheckpointError(
-                f"checkpoint {where}: {name} must be a tensor in both the checkpoint and the "
+                f"checkpoint {checkpoint_id}: {name} must be a tensor in both the checkpoint and the "
                 "state dict"
             )
         if not is_tensor:
@@ -249,11 +249,11 @@ def _check_fit(flat: Mapping[str, Any], allowed: Sequence[str], where: Any) -> N
         sizes = f"size {saved_size}, but the state dict has {size}"
         if len(saved_size) != len(size):
             raise CheckpointError(
-                f"checkpoint {where}: {name} has {sizes}: the number of dims must be the same"
+                f"checkpoint {checkpoint_id}: {name} has {sizes}: the number of dims must be the same"
             )
         if not any(fnmatchcase(name, pattern) for pattern in allowed):
             raise CheckpointError(
-                f"checkpoint {where}: {name} has {sizes}; pass allow_shape_mismatch to read the "
+                f"checkpoint {checkpoint_id}: {name} has {sizes}; pass allow_shape_mismatch to read the "
                 "elements inside both sizes"
             )
 

@@ -466,7 +466,7 @@ def unshard(  # noqa: PLR0913  # the public package's arguments
     )
 
 
-def _check(x: Tensor, line: Line, src: AxisType, where: str) -> None:
+def _check(x: Tensor, line: Line, src: AxisType, call: str) -> None:
     """Compare the tensor's type with the source type.
 
     In a reduction, V is accepted for P along a local axis.
@@ -476,32 +476,32 @@ def _check(x: Tensor, line: Line, src: AxisType, where: str) -> None:
     if spmd.type_of(x) is None and not spmd.is_strict():
         return
     present = spmd.type_of(x)
-    kind = None if present is None else present.local.get(line.axis)
-    if src is P and kind is V and spmd.varying_axes()(line.axis):
+    axis_type = None if present is None else present.local.get(line.axis)
+    if src is P and axis_type is V and spmd.varying_axes()(line.axis):
         # along a local axis ranks compute on their own, so any tensors may be addends
         return
-    spmd.check_source(x, line.axis, src, where)
+    spmd.check_source(x, line.axis, src, call)
 
 
-def _dim_of(where: str, axis_type: AxisType, dim: int | None, ndim: int) -> int:
+def _dim_of(call: str, axis_type: AxisType, dim: int | None, ndim: int) -> int:
     """Return the dim of a gather or scatter: the dim of S(i), or the given dim or 0 for V."""
     if isinstance(axis_type, Shard):
         wanted = axis_type.resolve(ndim).dim
         if dim is not None and dim % ndim != wanted:
-            raise ArgumentValueError(f"{where} is {axis_type}, which contradicts the dim {dim}")
+            raise ArgumentValueError(f"{call} is {axis_type}, which contradicts the dim {dim}")
         return wanted
     if axis_type is not V:
-        raise ArgumentValueError(f"{where} must be V or S(i), got {axis_type}")
+        raise ArgumentValueError(f"{call} must be V or S(i), got {axis_type}")
     return _or_zero(dim, ndim)
 
 
 def _read_sizes(
-    where: str, name: str, axis_type: AxisType, sizes: Sequence[int] | None
+    call: str, name: str, axis_type: AxisType, sizes: Sequence[int] | None
 ) -> tuple[int, ...] | None:
     if sizes is None:
         return None
     if not isinstance(axis_type, Shard):
-        raise ArgumentValueError(f"{where}: split_sizes need {name}=S(i), got {axis_type}")
+        raise ArgumentValueError(f"{call}: split_sizes need {name}=S(i), got {axis_type}")
     return tuple(sizes)
 
 

@@ -336,12 +336,12 @@ def invariant_to_replicate(
     )
 
 
-def _check_source(x: Tensor, line: Line, src: AxisType, where: str) -> None:
+def _check_source(x: Tensor, line: Line, src: AxisType, call: str) -> None:
     """Raise SpmdTypeError, while types are checked, if a tensor is not of type `src`."""
     if not spmd.is_type_checking():
         return
     if spmd.type_of(x) is not None or spmd.is_strict():
-        spmd.check_source(x, line.axis, src, where)
+        spmd.check_source(x, line.axis, src, call)
 
 
 def finish(result: Tensor, x: Tensor, axis: spmd.MeshAxis, dst: AxisType) -> Tensor:

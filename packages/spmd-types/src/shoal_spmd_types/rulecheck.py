@@ -263,10 +263,10 @@ class _Trial:
         """Return the part of a global tensor on one rank; parts of type P add up to the tensor."""
         part = value
         for (name, size), coord in zip(self.axes.items(), coordinate, strict=True):
-            kind = types[name]
-            if isinstance(kind, Shard):
-                part = part.chunk(size, kind.dim)[coord]
-            elif kind is P:
+            axis_type = types[name]
+            if isinstance(axis_type, Shard):
+                part = part.chunk(size, axis_type.dim)[coord]
+            elif axis_type is P:
                 # 3 ranks: the addends -x, x, x
                 factor = 2 - size if coord == 0 else 1
                 part = part * factor
@@ -297,7 +297,7 @@ class _Trial:
         self,
         parts: Mapping[tuple[int, ...], Tensor],
         axis: str,
-        kind: Any,
+        axis_type: Any,
         placement: RuleCheckPlacement,
     ) -> dict[tuple[int, ...], Tensor]:
         """Join the parts along the last axis of their coordinates."""
@@ -307,23 +307,23 @@ class _Trial:
         joined = {}
         for coordinate, line in lines.items():
             first = line[0]
-            if kind in (R, I):
+            if axis_type in (R, I):
                 if not all(torch.equal(first, other) for other in line):
                     raise RuleCheckError(
-                        f"{self.cls.__name__} with {placement}: an output is declared {kind} over "
+                        f"{self.cls.__name__} with {placement}: an output is declared {axis_type} over "
                         f"{axis!r}, but its values differ between ranks"
                     )
                 joined[coordinate] = first
-            elif kind is P:
+            elif axis_type is P:
                 joined[coordinate] = torch.stack(line).sum(0)
-            elif kind is V:
+            elif axis_type is V:
                 raise RuleCheckError(
                     f"{self.cls.__name__}: an output is declared V over {axis!r}, which "
                     "cannot be checked against its values; declare S(i), or assert it in the "
                     "caller"
                 )
             else:
-                joined[coordinate] = torch.cat(line, kind.dim)
+                joined[coordinate] = torch.cat(line, axis_type.dim)
         return joined
 
 
@@ -356,7 +356,7 @@ def _choices(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Any]]:
 def _has_one_axis_per_dim(placement: RuleCheckPlacement) -> bool:
     """Return whether no dim is sharded by two axes, because their order would be unknown."""
     for types in placement.values():
-        dims = [kind.dim for kind in types.values() if isinstance(kind, Shard)]
+        dims = [axis_type.dim for axis_type in types.values() if isinstance(axis_type, Shard)]
         if len({*dims}) < len(dims):
             return False
     return True

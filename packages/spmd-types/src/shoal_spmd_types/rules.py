@@ -97,7 +97,7 @@ def _give_type(ndim: int, tensor_type: spmd.TensorType, out: torch.Tensor | None
 
 
 def _move(
-    where: str,
+    call: str,
     x: Operand,
     axis: Any,
     types: tuple[Any, Any],
@@ -109,7 +109,7 @@ def _move(
     touch(x)
     src, dst = types
     mesh_axis = spmd.normalize_axis(axis)
-    spmd.check_source(x, mesh_axis, src, f"rules.{where}")
+    spmd.check_source(x, mesh_axis, src, f"rules.{call}")
     ndim = x.ndim + change
     return _give_type(ndim, spmd.moved_type(x, mesh_axis, dst, ndim), out)
 
@@ -361,7 +361,7 @@ def einsum(
     for axis in axes:
         kinds = [_type_along(tensor_type, axis, equation) for tensor_type in types]
         if is_local(axis):
-            kinds = [spmd.local_type(kind) for kind in kinds]
+            kinds = [spmd.local_type(axis_type) for axis_type in kinds]
         by_axis[axis] = _TypesOnAxis(equation, axis, kinds).result(labels, groups)
     # the order of axes, which only matters for dims that several axes shard
     order = []
@@ -441,10 +441,10 @@ class _TypesOnAxis(NamedTuple):
 
     def result(self, labels: _Labels, groups: Sequence[Sequence[int]]) -> Any:
         """Return the type of the result; `groups` are the operands in which it is linear."""
-        if any(isinstance(kind, Shard) for kind in self.kinds):
+        if any(isinstance(axis_type, Shard) for axis_type in self.kinds):
             label = self._sharded_label(labels.inputs)
             return Shard(labels.result.index(label)) if label in labels.result else P
-        if any(kind is P for kind in self.kinds):
+        if any(axis_type is P for axis_type in self.kinds):
             self._check_linear(groups)
             return P
         found = {*self.kinds}
@@ -457,18 +457,18 @@ class _TypesOnAxis(NamedTuple):
     def _sharded_label(self, inputs: Sequence[str]) -> str:
         """Return the label that the axis shards, in all operands that have the label."""
         sharded_labels = set()
-        for labels_of_operand, kind in zip(inputs, self.kinds, strict=True):
-            if isinstance(kind, Shard):
-                sharded_labels.add(labels_of_operand[kind.dim])
+        for labels_of_operand, axis_type in zip(inputs, self.kinds, strict=True):
+            if isinstance(axis_type, Shard):
+                sharded_labels.add(labels_of_operand[axis_type.dim])
         if len(sharded_labels) > 1:
             raise self.refusal(f"the axis shards the labels {sorted(sharded_labels)}")
         label = sharded_labels.pop()
         if label == "_":
             raise self.refusal("a dim that must be whole is sharded")
-        for position, kind in enumerate(self.kinds):
-            if isinstance(kind, Shard):
+        for position, axis_type in enumerate(self.kinds):
+            if isinstance(axis_type, Shard):
                 continue
-            if label in inputs[position] or kind is not R:
+            if label in inputs[position] or axis_type is not R:
                 raise self.refusal(
                     f"operand {position} must be sharded with {label!r}, or R without it"
                 )
@@ -476,11 +476,13 @@ class _TypesOnAxis(NamedTuple):
 
     def _check_linear(self, groups: Sequence[Sequence[int]]) -> None:
         """Refuse operands with P, unless the result is linear in them and the others are R."""
-        partial = [position for position, kind in enumerate(self.kinds) if kind is P]
+        partial = [position for position, axis_type in enumerate(self.kinds) if axis_type is P]
         # the first group that contains all partial operands has to consist of them
         containing = [group for group in groups if {*partial} <= {*group}]
         is_linear = bool(containing) and {*containing[0]} == {*partial}
-        others_are_replicated = all(kind is R for kind in self.kinds if kind is not P)
+        others_are_replicated = all(
+            axis_type is R for axis_type in self.kinds if axis_type is not P
+        )
         if not is_linear or not others_are_replicated:
             raise self.refusal(
                 f"P in the operands {partial} does not pass through; reduce it first"

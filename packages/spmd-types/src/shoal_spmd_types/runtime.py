@@ -270,8 +270,8 @@ def assert_type(
         shoal_dtensor.errors.SpmdTypeError: ...
     """
     if isinstance(tensor, list | tuple):
-        kind: Any = type(tensor)
-        return kind([assert_type(item, *types, partition_spec=partition_spec) for item in tensor])
+        cls: Any = type(tensor)
+        return cls([assert_type(item, *types, partition_spec=partition_spec) for item in tensor])
     watch = current_watch()
     gets_type = spmd.is_active() or _is_new_parameter(tensor)
     if not gets_type and watch is None:
@@ -643,47 +643,47 @@ def _is_leaf(spec: Any) -> bool:
     return sharding is None or isinstance(sharding, PartitionSpec)
 
 
-def _refuse_infer(where: str, types: Any) -> None:
+def _refuse_infer(call: str, types: Any) -> None:
     leaves = pytree.tree_leaves(types, is_leaf=_is_leaf)
     if any(leaf is Infer for leaf in leaves):
         raise SpmdTypeError(
-            f"local_map: Infer cannot be nested inside {where}; name the type of each leaf"
+            f"local_map: Infer cannot be nested inside {call}; name the type of each leaf"
         )
 
 
-def _assert_leaves(where: str, values: Any, types: Any) -> None:
+def _assert_leaves(call: str, values: Any, types: Any) -> None:
     """Assert the types of tensors in nested values; the types have the same structure."""
     if isinstance(values, Mapping):
         if not isinstance(types, Mapping) or types.keys() != values.keys():
-            raise SpmdTypeError(f"{where}: expected types with the keys {[*values]}, got {types!r}")
+            raise SpmdTypeError(f"{call}: expected types with the keys {[*values]}, got {types!r}")
         for name, value in values.items():
-            _assert_leaves(where, value, types[name])
+            _assert_leaves(call, value, types[name])
         return
     if not isinstance(values, list | tuple):
-        _assert_leaf(where, values, types)
+        _assert_leaf(call, values, types)
         return
     if not isinstance(types, list | tuple) or isinstance(types, PartitionSpec):
-        raise SpmdTypeError(f"{where}: expected a structure of {len(values)} types, got {types!r}")
+        raise SpmdTypeError(f"{call}: expected a structure of {len(values)} types, got {types!r}")
     if len(values) != len(types):
-        raise SpmdTypeError(f"{where}: got {len(types)} types for {len(values)} values")
+        raise SpmdTypeError(f"{call}: got {len(types)} types for {len(values)} values")
     for value, its_types in zip(values, types, strict=True):
-        _assert_leaves(where, value, its_types)
+        _assert_leaves(call, value, its_types)
 
 
-def _assert_leaf(where: str, value: Any, leaf: Any) -> None:
+def _assert_leaf(call: str, value: Any, leaf: Any) -> None:
     """Assert the type of one value; None is for values that are not tensors."""
     is_tensor = isinstance(value, torch.Tensor)
     if leaf is None:
         if is_tensor:
             raise SpmdTypeError(
-                f"{where}: None stands for a value that is not a tensor, but the value is a "
+                f"{call}: None stands for a value that is not a tensor, but the value is a "
                 "tensor; give its type"
             )
         return
     if not is_tensor:
-        kind = type(value).__name__
+        class_name = type(value).__name__
         raise SpmdTypeError(
-            f"{where}: {leaf!r} is a type for tensors, but the value is of the type {kind}; "
+            f"{call}: {leaf!r} is a type for tensors, but the value is of the type {class_name}; "
             "write None"
         )
     is_pair = isinstance(leaf, tuple) and not isinstance(leaf, PartitionSpec)

@@ -30,7 +30,7 @@ from .losses.functional import LogSoftmaxFunction, RowStatisticsFunction
 from .losses.linear_cross_entropy import LinearStatisticsFunction
 
 
-def _check_shard(tensor: Tensor, comm: Comm, dim: int, where: str) -> None:
+def _check_shard(tensor: Tensor, comm: Comm, dim: int, call: str) -> None:
     """Raise SpmdTypeError unless a tensor has the type S(dim), or V, which uneven shards have.
 
     A tensor without a type is not checked.
@@ -39,10 +39,10 @@ def _check_shard(tensor: Tensor, comm: Comm, dim: int, where: str) -> None:
     present = spmd.type_of(tensor)
     if present is None or present.by_axis.get(axis) is V:
         return
-    spmd.check_source(tensor, axis, Shard(dim), where)
+    spmd.check_source(tensor, axis, Shard(dim), call)
 
 
-def _set_moved(outputs: Any, tensor: Tensor, comm: Comm, kind: spmd.AnyAxisType) -> None:
+def _set_moved(outputs: Any, tensor: Tensor, comm: Comm, axis_type: spmd.AnyAxisType) -> None:
     """Give outputs the type of a tensor, with another type along one axis.
 
     Outputs have the leading dims of the tensor. If another axis shards a dim of the tensor, it
@@ -51,7 +51,9 @@ def _set_moved(outputs: Any, tensor: Tensor, comm: Comm, kind: spmd.AnyAxisType)
     axis = spmd.normalize_axis(comm)
     present = spmd.type_of(tensor)
     # Along an axis of one rank types are not checked, so they do not change.
-    after = present.with_axis(axis, kind) if present is not None and axis.size() > 1 else present
+    after = (
+        present.with_axis(axis, axis_type) if present is not None and axis.size() > 1 else present
+    )
     for output in spmd.tensors_in(outputs):
         spmd.set_type(output, after)
 
@@ -104,11 +106,11 @@ def _declare_exchange(outputs: Any, rows: Tensor, exchange: ExpertExchange) -> N
     if present is None:
         return
     axis = spmd.normalize_axis(exchange.comm)
-    kind = present.by_axis.get(axis, V)
-    if not isinstance(kind, Shard) and kind is not V:
+    axis_type = present.by_axis.get(axis, V)
+    if not isinstance(axis_type, Shard) and axis_type is not V:
         raise SpmdTypeError(
             f"{spmd.user_line()}: an exchange of tokens with experts takes each rank's own rows, V "
-            f"or S(0) over {axis!r}, and got {kind}"
+            f"or S(0) over {axis!r}, and got {axis_type}"
         )
     _set_moved(outputs, rows, exchange.comm, V)
 

@@ -35,13 +35,13 @@ def _shard_along(dim: int, sizes: Sequence[int] | None) -> AxisType:
     return V if sizes is not None and len({*sizes}) > 1 else Shard(dim)
 
 
-def _types_of_move(move: Any, back: Any, where: Sequence[Any]) -> tuple[AxisType, AxisType]:
+def _types_of_move(move: Any, back: Any, place: Sequence[Any]) -> tuple[AxisType, AxisType]:
     """Return the types before and after a move; the move `back` of its gradient determines them."""
     if back is moves.reduce:
         return I, R
     if back is moves.keep_tensor:
         return P, I
-    shard = _shard_along(*where[1:])
+    shard = _shard_along(*place[1:])
     if back is moves.split:
         return shard, I
     if back is moves.scatter:
@@ -50,11 +50,11 @@ def _types_of_move(move: Any, back: Any, where: Sequence[Any]) -> tuple[AxisType
 
 
 def _declare_move(outputs: Any, args: tuple[Any, ...]) -> None:
-    tensor, move, back, where = args
+    tensor, move, back, place = args
     if spmd.type_of(tensor) is None:
         return
-    src, dst = _types_of_move(move, back, where)
-    axis = spmd.normalize_axis(where[0])
+    src, dst = _types_of_move(move, back, place)
+    axis = spmd.normalize_axis(place[0])
     spmd.check_source(tensor, axis, src, "a collective of a parallel module")
     spmd.set_type(outputs, spmd.moved_type(tensor, axis, dst, outputs.ndim))
 
@@ -69,11 +69,11 @@ def type_of_parameter(spec: Spec, partial_over: Comm | None) -> spmd.TensorType:
     reduced = None if partial_over is None else spmd.normalize_axis(partial_over)
     by_axis: dict[spmd.MeshAxis, AxisType] = {}
     for axis, placement in zip(spmd.axes_of(spec.mesh), spec.placements, strict=True):
-        kind = spmd.type_of_placement(placement)
-        if kind is R and axis != reduced:
-            kind = I
+        axis_type = spmd.type_of_placement(placement)
+        if axis_type is R and axis != reduced:
+            axis_type = I
         if axis.size() > 1:
-            by_axis[axis] = V if kind is None or not spec.even else kind
+            by_axis[axis] = V if axis_type is None or not spec.even else axis_type
     current = spmd.MESH.get()
     for axis in current.axes if current is not None else ():
         by_axis.setdefault(axis, R)
@@ -116,18 +116,20 @@ class _LoweredBoundary:
             if not isinstance(output, Tensor) or isinstance(output, DTensor):
                 continue
             if typed:
-                kind = self._output_type(index, output, typed[0])
-                spmd.set_type(output, _type_beside(typed[0], output, self.axis, kind))
+                axis_type = self._output_type(index, output, typed[0])
+                spmd.set_type(output, _type_beside(typed[0], output, self.axis, axis_type))
             elif any(isinstance(value, DTensor) for value in args) and self._port(index):
                 # A DTensor has no type along the axes that are not in its mesh.
-                kind = self._declared_type(index, output)
-                spmd.set_type(output, spmd.TensorType({self.axis: kind}))
+                axis_type = self._declared_type(index, output)
+                spmd.set_type(output, spmd.TensorType({self.axis: axis_type}))
 
     def _shards_tokens(self, value: Tensor) -> bool:
         """Tell whether a tensor is a shard of a dim along which the module computes tokens alone."""
         present = spmd.type_of(value)
-        kind = None if present is None else present.by_axis.get(self.axis)
-        return isinstance(kind, Shard) and kind.dim in self.lowered.dims_of_tokens(value.ndim)
+        axis_type = None if present is None else present.by_axis.get(self.axis)
+        return isinstance(axis_type, Shard) and axis_type.dim in self.lowered.dims_of_tokens(
+            value.ndim
+        )
 
     def _output_type(self, index: int, output: Tensor, entered: Tensor) -> AxisType:
         """Return the type of a plain output; without a declared layout, that of the input.
@@ -139,10 +141,10 @@ class _LoweredBoundary:
         if self._port(index) is not None and not keeps_tokens:
             return self._declared_type(index, output)
         present = spmd.type_of(entered)
-        kind = V if present is None else present.by_axis.get(self.axis, V)
-        if isinstance(kind, Shard) and output.shape != entered.shape:
+        axis_type = V if present is None else present.by_axis.get(self.axis, V)
+        if isinstance(axis_type, Shard) and output.shape != entered.shape:
             return V
-        return kind
+        return axis_type
 
     def _port(self, index: int) -> Port | None:
         """Return the port of an output; None if none is declared."""
@@ -177,7 +179,7 @@ def _type_of_layout(layout: Placement, ndim: int) -> AxisType:
 
 
 def _type_beside(
-    tensor: Tensor, output: Tensor, axis: spmd.MeshAxis, kind: AxisType
+    tensor: Tensor, output: Tensor, axis: spmd.MeshAxis, axis_type: AxisType
 ) -> spmd.TensorType:
     """Return the type of an output; along other axes it has the type of an input.
 
@@ -192,7 +194,7 @@ def _type_beside(
         stays = dim < output.ndim and output.shape[dim] == tensor.shape[dim]
         if not stays:
             found = found.with_axis(other, V)
-    return found if axis.size() == 1 else found.with_axis(axis, kind)
+    return found if axis.size() == 1 else found.with_axis(axis, axis_type)
 
 
 def _boundary_of(module: nn.Module) -> _LoweredBoundary | None:

@@ -308,7 +308,7 @@ class FunctionMode(TorchFunctionMode):
         unobserved = _BACKWARD.get(func)
         if unobserved is None:
             return func(*args, **kwargs)
-        subclass = next((kind for kind in types if kind is not torch.Tensor), None)
+        subclass = next((cls for cls in types if cls is not torch.Tensor), None)
         with self:
             if subclass is not None:
                 return subclass.__torch_function__(func, types, args, kwargs)

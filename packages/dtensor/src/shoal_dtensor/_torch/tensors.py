@@ -219,13 +219,13 @@ def make_state(optimizer: Optimizer, groups: list[dict[str, Any]]) -> dict[Any, 
     """
     if _delegates(optimizer):
         return {}
-    kind: Any = type(optimizer)
-    has_init = steps_as(optimizer, "torch.optim") and hasattr(kind, "_init_group")
-    closure = signature(kind.step).parameters.get("closure")
+    cls: Any = type(optimizer)
+    has_init = steps_as(optimizer, "torch.optim") and hasattr(cls, "_init_group")
+    closure = signature(cls.step).parameters.get("closure")
     takes_closure = closure is not None and closure.default is closure.empty
     if not has_init and (optimizer.state or takes_closure):
         return {}
-    stand_in = object.__new__(kind)
+    stand_in = object.__new__(cls)
     copy_of = {}
     vars(stand_in).update(vars(optimizer), state=defaultdict(dict), param_groups=[])
     vars(stand_in).update(_optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={})
@@ -243,11 +243,11 @@ def make_state(optimizer: Optimizer, groups: list[dict[str, Any]]) -> dict[Any, 
     if has_init:
         for group in stand_in.param_groups:
             lists: list[list[Any]] = [
-                [] for _ in range(len(signature(kind._init_group).parameters) - 2)
+                [] for _ in range(len(signature(cls._init_group).parameters) - 2)
             ]
-            kind._init_group(stand_in, group, *lists)
+            cls._init_group(stand_in, group, *lists)
     elif copy_of:
-        kind.step(stand_in)
+        cls.step(stand_in)
     return {
         param: stand_in.state[copied]
         for param, copied in copy_of.items()

@@ -182,12 +182,12 @@ def _read(
         )
     # A stored number is read whole; of other tensors, an empty slice has the dtype.
     index: Any = tuple(slice(0, 0) for _ in shape) if shape else ...
-    nothing = stored[index]
-    spec = Spec(mesh, placements, shape, None, dtype=nothing.dtype, shard_order=shard_order)
+    empty = stored[index]
+    spec = Spec(mesh, placements, shape, None, dtype=empty.dtype, shard_order=shard_order)
     device = torch.device(mesh.device_type)
     if spec.coordinate is None:
-        return DTensor(nothing.new_empty((0,), device=device), spec)
-    part = stored[slices_of(spec.box(spec.coordinate))] if shape else nothing
+        return DTensor(empty.new_empty((0,), device=device), spec)
+    part = stored[slices_of(spec.box(spec.coordinate))] if shape else empty
     shard = part.to(device).contiguous()
     # A view would keep memory alive that does not belong to the shard.
     is_view = shard.untyped_storage().nbytes() != shard.nbytes
@@ -239,7 +239,7 @@ def distribute_module(
             "distribute_module: this module was distributed before; distribute a fresh one"
         )
     places = _places(module)
-    shared = {tensor: where for tensor, where in places.items() if len(where) > 1}
+    shared = {tensor: paths for tensor, paths in places.items() if len(paths) > 1}
     plain = [ref(param) for param in module.parameters() if not isinstance(param, DTensor)]
     for name, child in module.named_modules():
         if partition_fn is not None:
@@ -303,8 +303,8 @@ def _replicate(
     from ..modules.owners import carry_attached, note_replaced
 
     replacements: dict[torch.Tensor, DTensor] = {}
-    for tensor, where in shared.items():
-        for table, name in where:
+    for tensor, paths in shared.items():
+        for table, name in paths:
             made = table.get(name)
             if isinstance(made, DTensor):
                 first = replacements.setdefault(tensor, made)
@@ -314,11 +314,11 @@ def _replicate(
                         "distribute_module: partition_fn gave a shared parameter two layouts, "
                         f"{first._spec!r} and {made._spec!r}"
                     )
-    for tensor, where in _places(module).items():
+    for tensor, paths in _places(module).items():
         if tensor not in replacements:
             replacements[tensor] = distribute_tensor(tensor, mesh)
             carry_attached(tensor, replacements[tensor])
-        for table, name in where:
+        for table, name in paths:
             table[name] = replacements[tensor]
     for param in [reference() for reference in plain_parameters]:
         # A parameter that is still alive may belong to an optimizer.

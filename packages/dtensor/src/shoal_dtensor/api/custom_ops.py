@@ -343,14 +343,14 @@ def _entry(placement: Placement, meta: TensorMeta) -> Entry:
     return R if placement.is_replicate() else placement  # type: ignore[return-value]  # what is left is Partial
 
 
-def _overloads(where: str, op: OpOverload | Sequence[OpOverload]) -> list[OpOverload]:
+def _overloads(call: str, op: OpOverload | Sequence[OpOverload]) -> list[OpOverload]:
     """Return one or several overloads as a list; raise an error for anything else."""
     overloads: list[Any] = list(op) if isinstance(op, list | tuple) else [op]
     for overload in overloads:
         require(
             overload,
             OpOverload,
-            f"{where}: op is an overload, such as torch.ops.aten.mm.default, or several",
+            f"{call}: op is an overload, such as torch.ops.aten.mm.default, or several",
             ArgumentTypeError,
         )
     return overloads

@@ -188,15 +188,15 @@ class HeldState:
         targets: Mapping[Name, tuple[_HeldPart, Shards]],
     ) -> None:
         """`V -> V`: copy the shards that holders have to the targets of all ranks."""
-        nothing = _HeldPart((), "", ())
-        no_shards: tuple[_HeldPart, Shards] = (nothing, [])
+        missing_part = _HeldPart((), "", ())
+        no_shards: tuple[_HeldPart, Shards] = (missing_part, [])
         moves = defaultdict[str, list[BlockMove]](list)
         for name in sorted(wanted, key=repr):
             before = []
             for rank, fact in enumerate(facts):
-                part = fact.present.get(name, nothing)
+                part = fact.present.get(name, missing_part)
                 before.append(part.boxes if rank in holders else ())
-            after = [fact.wanted.get(name, nothing).boxes for fact in facts]
+            after = [fact.wanted.get(name, missing_part).boxes for fact in facts]
             blocks = exchange_blocks(dist.get_rank(), before, after)
             _, sources = self._tensors.get(name, no_shards)
             _, destinations = targets.get(name, no_shards)
@@ -253,10 +253,10 @@ def _leaves(value: Any, read: Callable[[Any], Any], name: Name = ()) -> Iterator
 def _part_of(name: Name, tensor: Tensor) -> tuple[_HeldPart, Shards]:
     """Return this rank's part of a tensor, and each of its boxes with the view of the local tensor."""
     shape = tuple(tensor.shape)
-    kind = f"{tensor.dtype} on {tensor.device.type}"
+    storage = f"{tensor.dtype} on {tensor.device.type}"
     if not isinstance(tensor, DTensor):
         whole = whole_box(shape)
-        return _HeldPart(shape, kind, (whole,)), [(whole, tensor.detach())]
+        return _HeldPart(shape, storage, (whole,)), [(whole, tensor.detach())]
     if tensor.spec.partials:
         raise CheckpointError(
             f"{'.'.join(map(str, name))} is partial ({tensor.placements}): redistribute it first"
@@ -268,7 +268,7 @@ def _part_of(name: Name, tensor: Tensor) -> tuple[_HeldPart, Shards]:
         for box, place in spec.boxes(spec.coordinate):
             if volume(box):
                 shards.append((box, local[slices_of(place)]))
-    return _HeldPart(shape, kind, tuple(box for box, _ in shards)), shards
+    return _HeldPart(shape, storage, tuple(box for box, _ in shards)), shards
 
 
 def _load_components(components: Sequence[tuple[Any, Any]]) -> None:

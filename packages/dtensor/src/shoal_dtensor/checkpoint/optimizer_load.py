@@ -38,10 +38,10 @@ def is_plain_optimizer(value: Any) -> bool:
     """Tell whether an optimizer's state is keyed by parameter number, as in torch's base class."""
     if not isinstance(value, Optimizer):
         return False
-    kind = type(value)
+    cls = type(value)
     overrides = (
-        kind.state_dict is not Optimizer.state_dict
-        or kind.load_state_dict is not Optimizer.load_state_dict
+        cls.state_dict is not Optimizer.state_dict
+        or cls.load_state_dict is not Optimizer.load_state_dict
     )
     return not overrides
 

@@ -127,8 +127,8 @@ def read_placements(
     if placements is None:
         return (Replicate(),) * mesh.ndim, shard_order
     if not isinstance(placements, PartitionSpec):
-        given: object = placements
-        if isinstance(given, str) or not isinstance(given, Iterable):
+        untyped: object = placements
+        if isinstance(untyped, str) or not isinstance(untyped, Iterable):
             raise ArgumentTypeError(
                 "expected placements to be a list with one for each mesh axis, or a PartitionSpec, "
                 f"got {placements!r}"
@@ -200,8 +200,8 @@ def normalize_placements(
 
 def _class_name(value: object) -> str:
     """Return the full name of a value's class; torch's placements have the same short names."""
-    kind = type(value)
-    return f"{kind.__module__}.{kind.__qualname__}"
+    cls = type(value)
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _without_order(placement: StridedShard) -> tuple[Shard | StridedShard, int]:

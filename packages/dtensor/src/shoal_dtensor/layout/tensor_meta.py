@@ -116,12 +116,12 @@ def has_symbols(values: Iterable[Any]) -> bool:
     A `Spec` among the values counts if it has an `example`, which means that its sizes are symbols.
     """
     for value in values:
-        kind = type(value)
-        if kind is int:
+        cls = type(value)
+        if cls is int:
             continue
-        if kind is torch.SymInt or getattr(value, "example", None) is not None:
+        if cls is torch.SymInt or getattr(value, "example", None) is not None:
             return True
-        if issubclass(kind, (tuple, list)) and has_symbols(value):
+        if issubclass(cls, (tuple, list)) and has_symbols(value):
             return True
     return False
 

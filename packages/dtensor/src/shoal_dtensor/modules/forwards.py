@@ -136,8 +136,8 @@ class ModuleForward(ABC):
     # The default copies by `__reduce__`, which runs `__init__` again in subclasses.
     def __copy__(self) -> Self:
         clone = object.__new__(type(self))
-        for kind in type(self).__mro__:
-            for name in getattr(kind, "__slots__", ()):
+        for cls in type(self).__mro__:
+            for name in getattr(cls, "__slots__", ()):
                 setattr(clone, name, getattr(self, name))
         return clone
 
@@ -161,13 +161,13 @@ def set_forward(module: nn.Module, forward: ModuleForward | None) -> None:
 
 
 @lru_cache(maxsize=1024)
-def _call_with_signature(kind: type[ModuleForward], forward: Any) -> FunctionType:
+def _call_with_signature(cls: type[ModuleForward], forward: Any) -> FunctionType:
     """Return `kind.__call__` with the signature of the replaced forward.
 
     Libraries inspect that signature for its inputs.
     """
     # The same function for all modules of one class: a compiler guards it, so they share a graph.
-    call: Any = kind.__call__
+    call: Any = cls.__call__
     function = FunctionType(
         call.__code__, call.__globals__, call.__name__, call.__defaults__, call.__closure__
     )

@@ -29,24 +29,24 @@ Item = TypeVar("Item")
 
 
 @lru_cache(maxsize=1024)
-def with_methods(base: Any, kind: Any) -> Any:
-    """Return a class with the methods of `base` and `kind`, under the name of `kind`.
+def with_methods(base: Any, cls: Any) -> Any:
+    """Return a class with the methods of `base` and `cls`, under the name of `kind`.
 
-    `kind` is the class of the user, and checkpoints and libraries look for its name.
+    `cls` is the class of the user, and checkpoints and libraries look for its name.
     """
 
     def reduce(module: nn.Module, protocol: Any) -> Any:
         """Reduce the class to its parts, from which it is found when a copy is made or loaded."""
         make, args, *state = super(combined, module).__reduce_ex__(protocol)
-        return (_empty, (base, kind), *state) if args == (combined,) else (make, args, *state)
+        return (_empty, (base, cls), *state) if args == (combined,) else (make, args, *state)
 
     namespace = {
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
         "__reduce_ex__": reduce,
-        "_shoal_class": getattr(kind, "_shoal_class", kind),
+        "_shoal_class": getattr(cls, "_shoal_class", cls),
     }
-    combined: Any = type(kind.__name__, (base, kind), namespace)
+    combined: Any = type(cls.__name__, (base, cls), namespace)
     return combined
 
 
@@ -93,9 +93,9 @@ def save_whole_tensors(
     return has_whole_tensors
 
 
-def _empty(base: type, kind: type) -> Any:
+def _empty(base: type, cls: type) -> Any:
     """Return an instance without state of an extended class; copies and pickles refer to this."""
-    combined = with_methods(base, kind)
+    combined = with_methods(base, cls)
     return combined.__new__(combined)
 
 
@@ -186,10 +186,10 @@ def releasable_owners(module: nn.Module, mesh: DeviceMesh | None = None) -> list
 @contextmanager
 def whole_parameters(owners: Sequence[Owner]) -> Iterator[None]:
     """Restore whole parameters on data axes to modules inside the block."""
-    with ExitStack() as given:
+    with ExitStack() as restorers:
         for owner in owners:
             owner.give_back()
-            given.callback(owner.take)
+            restorers.callback(owner.take)
         yield
 
 

@@ -94,7 +94,7 @@ def local_step(optimizer: O) -> O:
         (tensor([0.5000, 0.5000], grad_fn=<ToLocalBackward>), (Shard(dim=0),))
     """
     if type(optimizer) not in _KINDS:
-        names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+        names = ", ".join(cls.__name__ for cls in ELEMENTWISE)
         raise ArgumentTypeError(
             f"local_step: {type(optimizer).__name__} is not known to update element by element; "
             f"supported are {names} and Muon, without subclasses. Use {type(optimizer).__name__} "
@@ -214,8 +214,8 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
 
     Only an optimizer of DTensors gets a proxy.
     """
-    kind = type(optimizer)
-    if kind not in _KINDS or torch.compiler.is_compiling():
+    cls = type(optimizer)
+    if cls not in _KINDS or torch.compiler.is_compiling():
         return None
     groups = optimizer.param_groups
     if not any(isinstance(param, DTensor) for group in groups for param in group["params"]):
@@ -223,7 +223,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
     if any(group.get("differentiable") or isinstance(group["lr"], DTensor) for group in groups):
         return None
     assigned: Any = defaultdict(dict)
-    proxy_optimizer = object.__new__(kind)
+    proxy_optimizer = object.__new__(cls)
     vars(proxy_optimizer).update(
         vars(optimizer),
         param_groups=_Groups(optimizer, assigned),

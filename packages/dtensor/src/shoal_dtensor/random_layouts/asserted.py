@@ -83,16 +83,20 @@ def _asserted_layout(
 def _compare(spec: Spec, asserted: TensorType, axes: Sequence[MeshAxis]) -> None:
     """Raise an error if an asserted type contradicts a known layout."""
     for index, axis in enumerate(axes):
-        kind = asserted.by_axis.get(axis)
-        if kind is None:
+        axis_type = asserted.by_axis.get(axis)
+        if axis_type is None:
             continue
         shard = shard_of(spec, index)
         known = R if shard is None else Shard(shard.dim)
         # I and R differ in their gradients only, and S(i) is more specific than V.
-        agrees = kind is known or (known is R and kind is I) or (kind is V and shard is not None)
+        agrees = (
+            axis_type is known
+            or (known is R and axis_type is I)
+            or (axis_type is V and shard is not None)
+        )
         if not agrees:
             raise SpmdTypeError(
-                f"{user_line()}: assert_type: the tensor is {known} over {axis!r}, but {kind} is "
+                f"{user_line()}: assert_type: the tensor is {known} over {axis!r}, but {axis_type} is "
                 "asserted"
             )
 
@@ -102,9 +106,9 @@ def _layout_of_type(
 ) -> LocalLayout:
     """Return the layout of a tensor with a type over the axes of a mesh."""
     for axis in axes:
-        kind = asserted.by_axis.get(axis, R)
-        if kind not in (R, I) and not isinstance(kind, Shard):
-            return LocalLayout(unknown=f"it is asserted to be {kind} over {axis!r}")
+        axis_type = asserted.by_axis.get(axis, R)
+        if axis_type not in (R, I) and not isinstance(axis_type, Shard):
+            return LocalLayout(unknown=f"it is asserted to be {axis_type} over {axis!r}")
     spec = spec_of_type(asserted, mesh, axes, tensor.shape, dtype=tensor.dtype)
     if not spec.shard_order:
         return PLAIN

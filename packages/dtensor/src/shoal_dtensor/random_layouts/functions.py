@@ -134,11 +134,11 @@ def _may_draw(module: nn.Module) -> bool:
         return isinstance(module, _DROPOUT_MODULES | nn.RReLU | nn.MultiheadAttention | nn.RNNBase)
     children = frozenset(part for path, _ in module.named_modules() for part in path.split("."))
     user_classes = [
-        kind
-        for kind in type(module).__mro__
-        if kind is not object and not kind.__module__.startswith("torch.nn.modules.")
+        cls
+        for cls in type(module).__mro__
+        if cls is not object and not cls.__module__.startswith("torch.nn.modules.")
     ]
-    values = [value for kind in user_classes for value in vars(kind).values()]
+    values = [value for cls in user_classes for value in vars(cls).values()]
     values += vars(module).values()
     return _draws(_functions(values), children)
 
@@ -158,8 +158,10 @@ def _functions(values: Iterable[Any]) -> Iterator[FunctionType]:
                 getattr(value, name, None) for name in ("__func__", "fget", "func")
             )
         elif isinstance(value, list | tuple | set | dict):
-            each = value.values() if isinstance(value, dict) else value
-            yield from _functions(item for item in each if isinstance(item, FunctionType | partial))
+            member = value.values() if isinstance(value, dict) else value
+            yield from _functions(
+                item for item in member if isinstance(item, FunctionType | partial)
+            )
         elif not isinstance(value, nn.Module):
             call = vars(type(value)).get("__call__")
             if isinstance(call, FunctionType):
@@ -183,12 +185,14 @@ def _draws(functions: Iterable[FunctionType], children: frozenset[str]) -> bool:
         named = [scope.get(name) for name in code.co_names]
         if _of_user(scope.get("__name__", "")):
             modules = [
-                each for each in named if isinstance(each, ModuleType) and _of_user(each.__name__)
+                value
+                for value in named
+                if isinstance(value, ModuleType) and _of_user(value.__name__)
             ]
             named += (vars(module).get(name) for module in modules for name in code.co_names)
         else:
             # Tables and objects of a library do not determine the effect of this call.
-            named = [each for each in named if isinstance(each, FunctionType)]
+            named = [value for value in named if isinstance(value, FunctionType)]
         todo += ((constant, scope) for constant in code.co_consts if isinstance(constant, CodeType))
         todo += ((function.__code__, function.__globals__) for function in _functions(named))
     return False
@@ -214,21 +218,21 @@ def _names_a_draw(code: CodeType, children: frozenset[str]) -> bool:
     of_local = False
     keywords = 0  # number of keyword arguments of the next call
     for instruction in get_instructions(code):
-        kind = instruction.opname
+        opname = instruction.opname
         value = instruction.argval
         count = instruction.arg or 0
-        if kind.startswith(("LOAD_ATTR", "LOAD_METHOD")):
+        if opname.startswith(("LOAD_ATTR", "LOAD_METHOD")):
             if not (of_local and value in children):
                 names.add(value)
             continue
-        of_local = kind.startswith(("LOAD_FAST", "LOAD_DEREF"))
-        if kind.startswith(("LOAD_GLOBAL", "LOAD_NAME")):
+        of_local = opname.startswith(("LOAD_FAST", "LOAD_DEREF"))
+        if opname.startswith(("LOAD_GLOBAL", "LOAD_NAME")):
             names.add(value)
-        elif kind == "KW_NAMES":
+        elif opname == "KW_NAMES":
             keywords = len(code.co_consts[count])
-        elif kind == "LOAD_CONST" and isinstance(value, tuple):
+        elif opname == "LOAD_CONST" and isinstance(value, tuple):
             keywords = len(value)
-        elif kind in ("CALL", "CALL_KW"):
+        elif opname in ("CALL", "CALL_KW"):
             if attends and count - keywords > before_dropout:
                 return True
             keywords = 0

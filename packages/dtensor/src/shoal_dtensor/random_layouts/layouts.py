@@ -284,10 +284,10 @@ def _has_fractions_of_input(spec: Spec, axis: int, inputs: Sequence[Spec]) -> bo
     # x[:3] are not.
     sizes = extents(spec, axis)
     total = sum(sizes)
-    for each in inputs:
-        if not each.placements[axis].is_shard():
+    for operand in inputs:
+        if not operand.placements[axis].is_shard():
             continue
-        input_sizes = extents(each, axis)
+        input_sizes = extents(operand, axis)
         input_total = sum(input_sizes)
         # The fractions are compared as products, without division.
         if all(

@@ -145,8 +145,10 @@ class Watch(FunctionMode):
 
         If the tensor was not known to be sharded, its layout is unknown from now on.
         """
-        others = [each for each in sources if isinstance(each, Tensor) and each is not target]
-        if spec_of(target) is None and not all(layout_of(each).plain for each in others):
+        others = [
+            source for source in sources if isinstance(source, Tensor) and source is not target
+        ]
+        if spec_of(target) is None and not all(layout_of(source).plain for source in others):
             note_layout(target, LocalLayout(unknown=f"{name} wrote shards to it"))
 
     # --- modules ----------------------------------------------------------------------------------
@@ -288,18 +290,18 @@ class Watch(FunctionMode):
 
         Along the other axes it is placed like `source`.
         """
-        around = UNSEEN if source is None else layout_of(source)
-        if around.unknown and self.mesh.ndim > 1:
-            return around
+        outer_layout = UNSEEN if source is None else layout_of(source)
+        if outer_layout.unknown and self.mesh.ndim > 1:
+            return outer_layout
         try:
-            placements = self._kept_placements(local, around.spec, axis)
+            placements = self._kept_placements(local, outer_layout.spec, axis)
             placements[axis] = shard or Replicate()
             if any(isinstance(placement, AnyShard) for placement in placements):
                 spec = self._global_spec(local, placements)
-                return LocalLayout(spec, drawn=around.drawn)
+                return LocalLayout(spec, drawn=outer_layout.drawn)
         except UnknownLayoutError as error:
             return LocalLayout(unknown=str(error))
-        if around.drawn:
+        if outer_layout.drawn:
             return LocalLayout(replicated_spec(self.mesh, local), drawn=True)
         return PLAIN
 
@@ -390,9 +392,9 @@ class Watch(FunctionMode):
         if any(layout.spec and not layout.spec.replicated for layout in layouts):
             return self._draw_sharded(name, func, args, kwargs)
         out = func(*args, **kwargs)
-        for each in out if isinstance(out, tuple | list) else (out,):
-            if type(each) is Tensor and each.ndim:
-                note_layout(each, LocalLayout(replicated_spec(self.mesh, each), drawn=True))
+        for result in out if isinstance(out, tuple | list) else (out,):
+            if type(result) is Tensor and result.ndim:
+                note_layout(result, LocalLayout(replicated_spec(self.mesh, result), drawn=True))
         return out
 
     def _draw_sharded(

@@ -191,10 +191,10 @@ def _check(src: Spec, dst: Spec) -> None:
 UnfoldedShape = list[tuple[int, ...]]
 
 
-def _plan_strided(src: Spec, dst: Spec, within: Callable[[Spec, Spec], Plan]) -> Plan:
+def _plan_strided(src: Spec, dst: Spec, plan_inside: Callable[[Spec, Spec], Plan]) -> Plan:
     """Return the plan between two specs on one mesh, at least one of which has a strided dim.
 
-    `within` plans between any two specs on the mesh.
+    `plan_inside` plans between any two specs on the mesh.
     """
     for spec in (src, dst):
         if not spec.is_strided:
@@ -204,12 +204,12 @@ def _plan_strided(src: Spec, dst: Spec, within: Callable[[Spec, Spec], Plan]) ->
         viewed_dst = _spec_of_view(dst, shape)
         if viewed_src is None or viewed_dst is None:
             continue
-        inner = within(viewed_src, viewed_dst)
+        inner = plan_inside(viewed_src, viewed_dst)
         before = [] if viewed_src is src else [Step("Reshape", src, viewed_src)]
         after = [] if viewed_dst is dst else [Step("Reshape", viewed_dst, dst)]
         return replace(inner, src=src, dst=dst, steps=(*before, *inner.steps, *after))
     between = _gather_strided(src, dst)
-    return _concatenate_plans(within(src, between), within(between, dst))
+    return _concatenate_plans(plan_inside(src, between), plan_inside(between, dst))
 
 
 def _gather_strided(spec: Spec, *others: Spec) -> Spec:
@@ -304,11 +304,11 @@ EXACT_RANKS = 32
 
 
 def _plan_across(
-    src: Spec, dst: Spec, within: Callable[[Spec, Spec], Plan], memory_limit: int | None
+    src: Spec, dst: Spec, plan_inside: Callable[[Spec, Spec], Plan], memory_limit: int | None
 ) -> Plan:
     """Return the cheapest plan of the form reduce - transfer - spread between two meshes.
 
-    `within` plans on one mesh, each within the limit.
+    `plan_inside` plans on one mesh, each within the limit.
     """
     partials_of_src = [axis for axis, _ in src.partials]
     partials_of_dst = [axis for axis, _ in dst.partials]
@@ -322,9 +322,9 @@ def _plan_across(
     )
     plans = []
     for sent, received in product(_transfer_layouts(src, partials_of_src), targets):
-        reduce = within(src, sent)
+        reduce = plan_inside(src, sent)
         transfer = _transfer(sent, received)
-        plans.append(_concatenate_plans(reduce, transfer, within(received, dst)))
+        plans.append(_concatenate_plans(reduce, transfer, plan_inside(received, dst)))
     fitting = [p for p in plans if memory_limit is None or p.peak_bytes <= memory_limit]
     if not fitting:
         leanest = min(p.peak_bytes for p in plans)

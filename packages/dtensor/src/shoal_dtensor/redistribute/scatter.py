@@ -151,8 +151,8 @@ def _send(entries: Sequence[_TensorToScatter], sharding: tuple[int, ...], source
     """
     spec = entries[0].spec
     mesh = spec.mesh
-    here = spec.coordinate
-    assert here is not None, "only ranks of the mesh pass entries"
+    own_coordinate = spec.coordinate
+    assert own_coordinate is not None, "only ranks of the mesh pass entries"
     copying = tuple(axis for axis in range(mesh.ndim) if axis not in sharding)
     shards = [entry.shard for entry in entries]
     origin = (source,) * mesh.ndim
@@ -160,17 +160,17 @@ def _send(entries: Sequence[_TensorToScatter], sharding: tuple[int, ...], source
     # Example: source 0, sharded over axis 1: (0, 2) for (1, 2).
     coordinate_of_first = [*origin]
     for axis in sharding:
-        coordinate_of_first[axis] = here[axis]
+        coordinate_of_first[axis] = own_coordinate[axis]
     first = tuple(coordinate_of_first)
-    in_plane = here == first
+    in_plane = own_coordinate == first
     if in_plane and not sharding:
         for entry in entries:
             entry.shard.copy_(entry.tensor)
     elif in_plane:
-        group = members(spec, sharding, here)
+        group = members(spec, sharding, own_coordinate)
         sent: list[list[torch.Tensor]] = [[] for _ in group]
         received: list[list[torch.Tensor]] = [[] for _ in group]
-        if here == origin:
+        if own_coordinate == origin:
             for entry in entries:
                 whole = entry.tensor.to(entry.shard.device)
                 for blocks, member in zip(sent, group, strict=True):
@@ -178,7 +178,7 @@ def _send(entries: Sequence[_TensorToScatter], sharding: tuple[int, ...], source
         received[group.index(origin)] = shards
         all_to_all_blocks(sent, mesh.comm(sharding), received)
     if prod(mesh.shape[axis] for axis in copying) > 1:
-        src = members(spec, copying, here).index(first)
+        src = members(spec, copying, own_coordinate).index(first)
         copied = broadcast(pack_blocks(shards), mesh.comm(copying), src=src)
         if not in_plane:
             unpack_blocks(copied, shards)

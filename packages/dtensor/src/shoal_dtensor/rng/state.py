@@ -284,8 +284,8 @@ def get_rng_state(device: torch.device | str | None = None) -> dict[str, Tensor]
     state = {"cpu": torch.default_generator.get_state()}
     beside = _beside_the_cpu(device)
     if beside is not None:
-        kind, module = beside
-        state[kind] = module.get_rng_state(kind if device is None else device)
+        device_type, module = beside
+        state[device_type] = module.get_rng_state(device_type if device is None else device)
     return state
 
 
@@ -311,8 +311,8 @@ def set_rng_state(state: Mapping[str, Tensor], device: torch.device | str | None
     torch.default_generator.set_state(state["cpu"])
     beside = _beside_the_cpu(device)
     if beside is not None and beside[0] in state:
-        kind, module = beside
-        module.set_rng_state(state[kind], kind if device is None else device)
+        device_type, module = beside
+        module.set_rng_state(state[device_type], device_type if device is None else device)
 
 
 def _beside_the_cpu(device: torch.device | str | None) -> tuple[str, Any] | None:

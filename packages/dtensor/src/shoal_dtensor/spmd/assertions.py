@@ -34,13 +34,13 @@ def assert_tensor_type(
         raise SpmdTypeError(f"{user_line()}: assert_type: {error}") from None
 
 
-def type_on(tensor: Any, axis: MeshAxis, where: str) -> AnyAxisType:
+def type_on(tensor: Any, axis: MeshAxis, call: str) -> AnyAxisType:
     """Return the type of a tensor on one axis.
 
     Args:
         tensor: the tensor.
         axis: the axis.
-        where: the function that asks, for errors.
+        call: the function that asks, for errors.
 
     Raises:
         SpmdTypeError: if the tensor does not have a type on the axis.
@@ -49,13 +49,13 @@ def type_on(tensor: Any, axis: MeshAxis, where: str) -> AnyAxisType:
     if present is None or axis not in present.by_axis:
         have = "it does not have a type" if present is None else f"its type is {present!r}"
         raise SpmdTypeError(
-            f"{user_line()}: {where}: the tensor does not have a type over {axis!r} ({have}); "
+            f"{user_line()}: {call}: the tensor does not have a type over {axis!r} ({have}); "
             f"assert it with assert_type(x, {{{axis.argument}: ...}})"
         )
     return present.by_axis[axis]
 
 
-def check_source(tensor: Any, axis: MeshAxis, src: AnyAxisType, where: str) -> None:
+def check_source(tensor: Any, axis: MeshAxis, src: AnyAxisType, call: str) -> None:
     """Compare the type of a tensor on an axis with the source type of a collective.
 
     V and S(i) count as equal on a local axis.
@@ -65,13 +65,13 @@ def check_source(tensor: Any, axis: MeshAxis, src: AnyAxisType, where: str) -> N
     """
     if axis.size() == 1:
         return
-    present = type_on(tensor, axis, where)
+    present = type_on(tensor, axis, call)
     wanted = src.resolve(tensor.ndim) if isinstance(src, Shard) else src
     is_local = varying_axes()(axis)
     same = local_type(present) is local_type(wanted) if is_local else present is wanted
     if not same:
         raise SpmdTypeError(
-            f"{user_line()}: {where}: the tensor is {present} over {axis!r}, but the source type "
+            f"{user_line()}: {call}: the tensor is {present} over {axis!r}, but the source type "
             f"is {wanted}. Way out: {way_from(axis, present, wanted)}"
         )
     dims = {} if is_local else (type_of(tensor) or TensorType({})).dims
@@ -81,7 +81,7 @@ def check_source(tensor: Any, axis: MeshAxis, src: AnyAxisType, where: str) -> N
     innermost = axes[-1]
     if innermost != axis:
         raise SpmdTypeError(
-            f"{user_line()}: {where}: dim {present.dim} is sharded by {axes}, and only the "
+            f"{user_line()}: {call}: dim {present.dim} is sharded by {axes}, and only the "
             f"innermost axis, {innermost!r}, can be moved; move it first"
         )
 
@@ -106,7 +106,7 @@ def moved_type(tensor: Any, axis: MeshAxis, dst: AnyAxisType, ndim: int) -> Tens
     return present.with_axis(axis, after)
 
 
-def on_current_mesh(tensor: Any, where: str) -> TensorType:
+def on_current_mesh(tensor: Any, call: str) -> TensorType:
     """Return the type of a tensor in terms of the axes of the current mesh.
 
     If the type is over other axes that join the same ranks, it is translated. This is possible if
@@ -126,7 +126,7 @@ def on_current_mesh(tensor: Any, where: str) -> TensorType:
     translated = reinterpreted(present, mesh.axes) if others else None
     if translated is None:
         raise SpmdTypeError(
-            f"{where}: the operand's type {present!r} lacks the axes {describe_axes(missing)} of "
+            f"{call}: the operand's type {present!r} lacks the axes {describe_axes(missing)} of "
             "the current mesh; assert its type on them"
         )
     set_type(tensor, translated)
@@ -151,8 +151,8 @@ def reinterpreted(present: TensorType, axes: Iterable[MeshAxis]) -> TensorType |
             continue
         if len(kinds) > 1:
             return None
-        kind = kinds.pop()
-        by_axis.update(dict.fromkeys(targets, kind))
+        axis_type = kinds.pop()
+        by_axis.update(dict.fromkeys(targets, axis_type))
     return TensorType({axis: by_axis[axis] for axis in axes if axis in by_axis})
 
 

@@ -104,7 +104,7 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
         tensors: Sequence[Tensor],
     ) -> Any:
         """Run an operator with typed operands, and give its outputs their types."""
-        where = "" if _are_on_current_mesh(tensors) else _place_of(func)
+        code_place = "" if _are_on_current_mesh(tensors) else _place_of(func)
         untyped = [tensor for tensor in tensors if type_of(tensor) is None]
         if any(not _counts_as_constant(tensor) for tensor in untyped):
             if self.strict:
@@ -123,7 +123,7 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
                     return decomposed(*args, **kwargs)
         for tensor in tensors:
             if type_of(tensor) is not None:
-                on_current_mesh(tensor, where)
+                on_current_mesh(tensor, code_place)
         before = [(tensor, type_of(tensor)) for tensor in _written_tensors(func, args, kwargs)]
         result = func(*args, **kwargs)
         outputs = tensors_in(result)
@@ -236,7 +236,9 @@ def _all_replicated(tensors: Sequence[Tensor]) -> bool:
     """Tell whether the types of all tensors that have one are R or I on all axes."""
     found = [type_of(tensor) for tensor in tensors]
     types = [tensor_type for tensor_type in found if tensor_type is not None]
-    return all(kind in (R, I) for tensor_type in types for kind in tensor_type.by_axis.values())
+    return all(
+        axis_type in (R, I) for tensor_type in types for axis_type in tensor_type.by_axis.values()
+    )
 
 
 def _give_type(
@@ -283,8 +285,8 @@ def _refuse_varying(
     for operand in operands:
         if operand.tensor_type is None:
             continue
-        for axis, kind in operand.tensor_type.by_axis.items():
-            if kind is V and axis not in varying:
+        for axis, axis_type in operand.tensor_type.by_axis.items():
+            if axis_type is V and axis not in varying:
                 raise SpmdTypeError(
                     f"{_place_of(func)}: an operand is V over {axis!r}, so it is not known to be a "
                     "shard of a global tensor. Way out: assert_type(x, S(dim)) or a PartitionSpec, "

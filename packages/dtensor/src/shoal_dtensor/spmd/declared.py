@@ -117,11 +117,11 @@ def type_of_local(spec: Spec, grads: Sequence[Placement] | None) -> TensorType:
     by_axis: dict[MeshAxis, AnyAxisType] = {}
     listed = (None,) * spec.mesh.ndim if grads is None else tuple(grads)
     for axis, placement, grad in zip(axes_of(spec.mesh), spec.placements, listed, strict=True):
-        kind = type_of_placement(placement)
-        if kind is R and not isinstance(grad, Partial):
-            kind = I
+        axis_type = type_of_placement(placement)
+        if axis_type is R and not isinstance(grad, Partial):
+            axis_type = I
         if axis.size() > 1:
-            by_axis[axis] = V if kind is None or not spec.even else kind
+            by_axis[axis] = V if axis_type is None or not spec.even else axis_type
     return TensorType(by_axis, _order_of(spec))
 
 
@@ -148,10 +148,10 @@ def _declare_from_local(outputs: Any, args: tuple[Any, ...]) -> None:
     if type_of(local) is None or not local.requires_grad:
         return
     for axis, placement in zip(axes_of(spec.mesh), spec.placements, strict=True):
-        kind = type_of_placement(placement)
-        if kind is not None:
+        axis_type = type_of_placement(placement)
+        if axis_type is not None:
             # the gradient of a replicated DTensor arrives complete
-            check_source(local, axis, I if kind is R else kind, "DTensor.from_local")
+            check_source(local, axis, I if axis_type is R else axis_type, "DTensor.from_local")
 
 
 def _type_of_name(name: str) -> AnyAxisType:

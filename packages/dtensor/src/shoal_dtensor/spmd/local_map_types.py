@@ -55,17 +55,17 @@ def check_outputs(result: Any, placements: Any, mesh: DeviceMesh) -> None:
 def _check_output(output: Tensor, placements: Sequence[Placement], mesh: DeviceMesh) -> None:
     """Raise an error if the type of an output does not fit its placements."""
     for axis, placement in zip(axes_of(mesh), placements, strict=True):
-        kind = type_of_placement(placement)
-        if kind is None or axis.size() == 1:
+        axis_type = type_of_placement(placement)
+        if axis_type is None or axis.size() == 1:
             continue
         present = type_of(output)
         found = None if present is None else present.by_axis.get(axis)
-        if kind is R and found is R and not output.requires_grad:
+        if axis_type is R and found is R and not output.requires_grad:
             continue
-        if kind is R and found is R:
+        if axis_type is R and found is R:
             raise SpmdTypeError(
                 f"local_map: an output is R over {axis!r}, so its gradient would be a partial sum, "
                 "and the gradient of a replicated DTensor is complete. Way out: make it I, "
                 "all_reduce(x, axis, dst=I) or convert(x, axis, src=R, dst=I)"
             )
-        check_source(output, axis, I if kind is R else kind, "local_map: an output")
+        check_source(output, axis, I if axis_type is R else axis_type, "local_map: an output")

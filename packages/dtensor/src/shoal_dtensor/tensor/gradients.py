@@ -70,12 +70,12 @@ class BackwardPass:
     # values that live as long as the pass, by class
     notes: dict[type, Any] = field(default_factory=dict)
 
-    def note(self, kind: type[Item]) -> Item:
+    def note(self, cls: type[Item]) -> Item:
         """Return the pass's only note of a class; make it at the first request."""
-        found: Item | None = self.notes.get(kind)
+        found: Item | None = self.notes.get(cls)
         if found is None:
-            found = kind()
-            self.notes[kind] = found
+            found = cls()
+            self.notes[cls] = found
         return found
 
     def join(self, part: Part) -> Part:
@@ -83,10 +83,10 @@ class BackwardPass:
         self.parts.append(part)
         return part
 
-    def part(self, kind: type[Part]) -> Part:
+    def part(self, cls: type[Part]) -> Part:
         """Return the pass's only part of a class; make it at the first request."""
-        part = next((part for part in self.parts if isinstance(part, kind)), None)
-        return self.join(kind()) if part is None else part
+        part = next((part for part in self.parts if isinstance(part, cls)), None)
+        return self.join(cls()) if part is None else part
 
     def finish(self) -> None:
         """Finish all parts; if one raises, the unfinished parts fail."""
@@ -119,9 +119,9 @@ def running_pass() -> BackwardPass:
     return running
 
 
-def running_notes(kind: type[Item]) -> list[Item]:
+def running_notes(cls: type[Item]) -> list[Item]:
     """Return the notes of a class in all running passes; a nested pass has its own note."""
-    return [running.notes[kind] for running in _RUNNING.values() if kind in running.notes]
+    return [running.notes[cls] for running in _RUNNING.values() if cls in running.notes]
 
 
 # --- delivery of a gradient -----------------------------------------------------------------------

@@ -88,8 +88,8 @@ def _run_step(step: Step, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
     if step.name == "Transfer":
         rank_steps = {rank: transfer_rank_step(step, rank) for rank in step.ranks}
         # A rank that only receives does not have elements yet.
-        nothing = torch.empty(0, dtype=step.src.dtype, device="cpu")
-        tensors = dict.fromkeys(step.ranks, nothing) | tensors
+        empty = torch.empty(0, dtype=step.src.dtype, device="cpu")
+        tensors = dict.fromkeys(step.ranks, empty) | tensors
     else:
         rank_steps = {mesh.rank_at(c): rank_step(step, c) for c in coordinates(step.src)}
     buffers = {rank: one_step.prepare(tensors[rank]) for rank, one_step in rank_steps.items()}
@@ -229,18 +229,18 @@ def global_value(shards: Sequence[Tensor], spec: Spec) -> Tensor:
         terms[place] = torch.zeros(spec.shape, dtype=shards[0].dtype, device="cpu")
         filled[place] = torch.zeros(spec.shape, dtype=torch.bool, device="cpu")
     for c, shard in zip(coordinates(spec), shards, strict=True):
-        where = _indices_of_part(spec, c)
+        indices = _indices_of_part(spec, c)
         wanted = tuple(spec.local_shape_at(c))
         assert shard.shape == wanted, (
             f"rank at {c}: the shard has shape {tuple(shard.shape)}, but the spec has {wanted}"
         )
         place = tuple(c[axis] for axis in partials)
         term = terms[place]
-        seen = filled[place][where]
-        seen_before = term[where][seen]
+        seen = filled[place][indices]
+        seen_before = term[indices][seen]
         assert torch.equal(seen_before, shard[seen]), f"the replica at {c} differs"
-        term[where] = shard
-        filled[place][where] = True
+        term[indices] = shard
+        filled[place][indices] = True
     assert all(bool(seen.all()) for seen in filled.values()), (
         "some elements are missing on all ranks"
     )

@@ -83,9 +83,9 @@ def _not_finite(
     ranks = [copy.rank for copy in copies if not copy.values.isfinite().all()]
     if not ranks or not expected.now.isfinite().all():
         return []
-    axes, where = describe_ranks(ranks, [copy.rank for copy in copies], setting)
+    axes, ranks_text = describe_ranks(ranks, [copy.rank for copy in copies], setting)
     # of the kind "missing", because there is no number to compare
-    return [FittingExplanation("missing", axes, f"nan or infinite {where}")]
+    return [FittingExplanation("missing", axes, f"nan or infinite {ranks_text}")]
 
 
 def _tied_copies(
@@ -343,9 +343,9 @@ def _find_permutation(
     # of all ranks, because a wrong rank alone does not show along which axes shards differ
     axes = sharded_axes(copies, setting)
     # Along several dims, or with elements of other shards, no single dim is permuted.
-    where = f"dim {dims.pop()}" if len(dims) == 1 else "the whole tensor"
+    place = f"dim {dims.pop()}" if len(dims) == 1 else "the whole tensor"
     order = "in a different order than on one device"
-    return [FittingExplanation("permuted", axes, f"permuted: the slices of {where} are {order}")]
+    return [FittingExplanation("permuted", axes, f"permuted: the slices of {place} are {order}")]
 
 
 def _permuted_dim(values: Tensor, part: Tensor, slack: float) -> int | None:
@@ -382,22 +382,22 @@ def _some_ranks(
     if len(wrong) == len(copies):
         return []
     wrong_ranks = [copy.rank for copy in wrong]
-    axes, where = describe_ranks(wrong_ranks, [copy.rank for copy in copies], setting)
+    axes, ranks_text = describe_ranks(wrong_ranks, [copy.rank for copy in copies], setting)
     if _zero_everywhere(wrong, expected, setting, quantity):
         over = f", or missing all-reduce over {axes[0]}" if axes else ""
-        text = f"the {quantity} is zero {where}: it was never computed there{over}"
+        text = f"the {quantity} is zero {ranks_text}: it was never computed there{over}"
         return [FittingExplanation("zero", axes, text)]
     for family in (_same_factor, _stale, _microbatches):
         explanations = family(wrong, expected, setting, quantity)
         if explanations:
             first = explanations[0]
-            text = f"{first.text.removesuffix(ON_ALL_RANKS)} {where}"
+            text = f"{first.text.removesuffix(ON_ALL_RANKS)} {ranks_text}"
             return [FittingExplanation(first.kind, axes or first.axes, text)]
     # Parameters are replicated by sending the values of one rank to the others. Values of another
     # kind are computed by each rank, so they may differ for many reasons.
     if quantity != "parameter":
         return []
-    text = f"differs {where}, which did not get the values of the other ranks"
+    text = f"differs {ranks_text}, which did not get the values of the other ranks"
     return [FittingExplanation("some ranks", axes, text)]
 
 

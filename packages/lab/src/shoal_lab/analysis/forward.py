@@ -259,9 +259,9 @@ class _ModuleSearch:
         wrong = [
             copy.rank for copy in copies if not setting.is_close(copy.values, copy.part_of(whole))
         ]
-        axes, where = describe_ranks(wrong, [copy.rank for copy in copies], setting)
+        axes, ranks_text = describe_ranks(wrong, [copy.rank for copy in copies], setting)
         axes = axes or sharded_axes(copies, setting)
-        return FittingExplanation("forward", axes, f"differs {where}")
+        return FittingExplanation("forward", axes, f"differs {ranks_text}")
 
 
 def _sum_values(

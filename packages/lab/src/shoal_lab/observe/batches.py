@@ -44,8 +44,8 @@ def replay_batches(batches: Sequence[Sequence[Any]]) -> None:
 def _replace_iteration(iterate: Callable[[Any, Any], Iterator[Any]]) -> None:
     """Replace `DataLoader.__iter__` in this process."""
     original = DataLoader.__iter__
-    kind: Any = DataLoader
-    kind.__iter__ = lambda loader: iterate(original, loader)
+    loader_class: Any = DataLoader
+    loader_class.__iter__ = lambda loader: iterate(original, loader)
 
 
 def _copy(batch: Any) -> Any:

@@ -57,7 +57,7 @@ def _from_dtensor(tensor: DTensor) -> LocalValue:
     indices = [torch.tensor(dim.indices(coordinate)) for dim in spec.dim_shardings]
     index = _cross_positions(indices, shape)
     pending = tuple[int, ...]()
-    reduced = [i for i, kind in enumerate(spec.placements) if isinstance(kind, Partial)]
+    reduced = [i for i, placement in enumerate(spec.placements) if isinstance(placement, Partial)]
     if reduced:
         pending = _ranks_along(spec.mesh.mesh, coordinate, reduced)
     local = _exact_copy(local_shard(tensor))
@@ -85,8 +85,8 @@ def _ranks_along(grid: Any, coordinate: Any, dims: list[int]) -> tuple[int, ...]
 
 def _is_torch_dtensor(tensor: Tensor) -> bool:
     """Return whether a tensor is of torch's own DTensor class."""
-    kind = type(tensor)
-    return kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed")
+    cls = type(tensor)
+    return cls.__name__ == "DTensor" and cls.__module__.startswith("torch.distributed")
 
 
 def _from_torch_dtensor(tensor: Any) -> LocalValue:

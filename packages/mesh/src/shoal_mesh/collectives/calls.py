@@ -172,10 +172,10 @@ def as_plain(tensor: Tensor) -> Tensor:
     Raises:
         CollectiveTypeError: the subclass does not let its values be copied.
     """
-    kind = type(tensor)
-    if kind is Tensor or is_traced(tensor):
+    cls = type(tensor)
+    if cls is Tensor or is_traced(tensor):
         return tensor
-    if kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
+    if cls.__torch_dispatch__ is Tensor.__torch_dispatch__:
         with disabled_subclasses():
             return tensor.detach()
     try:
@@ -183,7 +183,7 @@ def as_plain(tensor: Tensor) -> Tensor:
         return plain.copy_(tensor.detach())
     except (NotImplementedError, RuntimeError, TypeError) as error:
         raise CollectiveTypeError(
-            f"a collective sends plain tensors, but the values of this {kind.__name__} cannot be "
+            f"a collective sends plain tensors, but the values of this {cls.__name__} cannot be "
             f"copied into a plain tensor: pass the tensors that it contains ({error})"
         ) from error
 

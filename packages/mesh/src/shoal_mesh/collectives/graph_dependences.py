@@ -122,8 +122,8 @@ def with_dependence(tensor: Tensor, *to: Tensor) -> Tensor:
     for other in to:
         values = torch.view_as_real(other.resolve_conj()) if other.is_complex() else other
         # a tensor without elements that still depends on the other tensor
-        nothing = values.reshape(-1)[:0]
-        parts.append(nothing.to(tensor.dtype))
+        empty = values.reshape(-1)[:0]
+        parts.append(empty.to(tensor.dtype))
     return torch.cat(parts).view(tensor.shape)
 
 

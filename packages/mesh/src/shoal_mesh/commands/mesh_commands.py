@@ -96,9 +96,9 @@ def env(options: argparse.Namespace) -> CommandReport:
     values["cores"] = f"{os.cpu_count()}, {torch.get_num_threads()} threads in torch"
     backends = [name for name in dist.Backend.backend_list if name != "undefined"]
     values["backends"] = ", ".join(filter(dist.is_backend_available, backends))
-    kind = accelerator()
+    device_type = accelerator()
     values["GPUs"] = ", ".join(map(_device_name, range(device_count()))) or "none"
-    if kind == "cuda":
+    if device_type == "cuda":
         numbers = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # of torch
         version = ".".join(map(str, numbers))
         values["CUDA"] = f"{torch.version.cuda}, NCCL {version}"
@@ -114,9 +114,9 @@ def env(options: argparse.Namespace) -> CommandReport:
 
 def _device_name(index: int) -> str:
     """Return the name of an accelerator: its product name if torch has it."""
-    kind = accelerator() or "cpu"
-    name_of: Any = getattr(module_of(kind), "get_device_name", None)
-    return f"{kind} {index}" if name_of is None else str(name_of(index))
+    device_type = accelerator() or "cpu"
+    name_of: Any = getattr(module_of(device_type), "get_device_name", None)
+    return f"{device_type} {index}" if name_of is None else str(name_of(index))
 
 
 def postmortem(options: argparse.Namespace) -> CommandReport:

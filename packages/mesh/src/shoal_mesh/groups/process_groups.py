@@ -83,10 +83,10 @@ def fingerprint(options: object | None) -> str:
             continue
         if callable(value):
             continue
-        kind = type(value)
+        cls = type(value)
         if isinstance(value, bool | int | float | str | dt.timedelta | None):
             parts.append(f"{name}={value}")
-        elif kind.__module__.startswith("torch") and not kind.__name__.startswith("_"):
+        elif cls.__module__.startswith("torch") and not cls.__name__.startswith("_"):
             parts.append(f"{name}={fingerprint(value)}")
     return f"{type(options).__name__}({', '.join(parts)})"
 

@@ -292,10 +292,10 @@ def _error_of_all(errors: Mapping[int, Exception], size: int, what: str) -> Exce
     It has the class of the lowest rank's error.
     """
     first = errors[min(errors)]
-    kind = type(first)
+    cls = type(first)
     text_of_rank = {}
     for rank, error in errors.items():
-        is_same_kind = type(error) is kind
+        is_same_kind = type(error) is cls
         text_of_rank[rank] = str(error) if is_same_kind else f"{type(error).__name__}: {error}"
     texts = list(text_of_rank.values())
     are_equal = len(texts) == size and len(set(texts)) == 1
@@ -307,10 +307,10 @@ def _error_of_all(errors: Mapping[int, Exception], size: int, what: str) -> Exce
     if what:
         text = f"{what}: {text}"
     try:
-        return kind(text)
+        return cls(text)
     except TypeError:
         # the class of the error takes other arguments than one text
-        return RuntimeError(f"{kind.__name__}: {text}")
+        return RuntimeError(f"{cls.__name__}: {text}")
 
 
 def check_agreement(description: str) -> None:
@@ -362,12 +362,12 @@ def _all_gather_bytes(group: ProcessGroup, data: bytes) -> list[bytes]:
     # imported here for the same reason as `drain` in `restart_world`
     from ..watch.backend_work import wait_for_members
 
-    kind: Any = type(group)
+    cls: Any = type(group)
     size = len(data)
     with _torch.unseen():
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device_of(group))
         received = torch.empty(size * group.size(), dtype=torch.uint8, device=sent.device)
-        all_gather = _torch.call_of(kind, "all_gather")
+        all_gather = _torch.call_of(cls, "all_gather")
         work = all_gather(group, received, sent, _torch.AllgatherOptions())
         wait_for_members(work, group, "a comparison of the ranks' arguments or memory")
         gathered = bytes_of(received.cpu())

@@ -147,8 +147,8 @@ def _is_of_program(frame: FrameType) -> bool:
 
 def _frame_lines(step: traceback.FrameSummary) -> list[str]:
     """Return the lines of one frame in a traceback."""
-    where = f'  File "{step.filename}", line {step.lineno}, in {step.name}'
-    return [where, f"    {step.line}"] if step.line else [where]
+    heading = f'  File "{step.filename}", line {step.lineno}, in {step.name}'
+    return [heading, f"    {step.line}"] if step.line else [heading]
 
 
 def _message_lines(error: BaseException) -> list[str]:

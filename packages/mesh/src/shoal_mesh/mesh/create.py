@@ -111,11 +111,11 @@ def measured_order(mesh_shape: Sequence[int], device_type: str = "cpu") -> RankO
         >>> launch(lambda: measured_order((2,)).ranks, 2)[0]
         (0, 1)
     """
-    kind = read_device(device_type)
+    device_name = read_device(device_type)
     shape = read_shape(mesh_shape)
-    world = ensure_world(kind)
+    world = ensure_world(device_name)
     check_fits(shape, world.size())
-    return order_by_costs(shape, measured_costs(world, own_device(kind)))
+    return order_by_costs(shape, measured_costs(world, own_device(device_name)))
 
 
 @suggests_keywords()

@@ -308,8 +308,8 @@ class CommDebugMode(_torch.TorchDispatchMode):
             packet = packet_of(record.op)
             # `M.layers.0`: Global, M, M.layers, M.layers.0
             parts = record.module.split(".")
-            around = {".".join(parts[: depth + 1]) for depth in range(len(parts))}
-            for path in {"Global", *around}:
+            enclosing = {".".join(parts[: depth + 1]) for depth in range(len(parts))}
+            for path in {"Global", *enclosing}:
                 if path not in counts:
                     counts[path] = {"forward": CommCounts(), "backward": CommCounts()}
                 counts[path][phase][packet] += 1
@@ -339,9 +339,9 @@ class CommDebugMode(_torch.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run every op unchanged; record collectives of other libraries."""
-        for kind in types:
-            is_plain = kind.__torch_dispatch__ is Tensor.__torch_dispatch__
-            if not is_plain and kind is not _torch.FakeTensor:
+        for cls in types:
+            is_plain = cls.__torch_dispatch__ is Tensor.__torch_dispatch__
+            if not is_plain and cls is not _torch.FakeTensor:
                 return self._run_subclass(func, args, kwargs or {})
         name = func._overloadpacket.__name__
         if in_observed():

@@ -110,10 +110,12 @@ def _make_mesh_again(accelerator: Any) -> None:
     accelerator.state.device_mesh = mesh
 
 
-def _copy_policy(kind: Any, policy: Any) -> Any:
-    """Return a policy of the class `kind` with the fields of a policy of torch."""
-    own = {field.name for field in fields(kind)}
+def _copy_policy(cls: Any, policy: Any) -> Any:
+    """Return a policy of the class `cls` with the fields of a policy of torch."""
+    own_fields = {field.name for field in fields(cls)}
     values = {
-        field.name: getattr(policy, field.name) for field in fields(policy) if field.name in own
+        field.name: getattr(policy, field.name)
+        for field in fields(policy)
+        if field.name in own_fields
     }
-    return kind(**values)
+    return cls(**values)

@@ -78,10 +78,10 @@ def _plan_of(config: Any, model: Any) -> dict[str, str]:
     rules = config.fsdp_plan or {}
     names = [name for name, _ in model.named_modules()]
     unmatched = [rule for rule in rules if not any(map(pattern_of(rule).fullmatch, names))]
-    kind = type(model).__name__
+    class_name = type(model).__name__
     if unmatched:
         raise PlanError(
-            f"DistributedConfig: the rules {unmatched} of fsdp_plan name no module of {kind}; names "
+            f"DistributedConfig: the rules {unmatched} of fsdp_plan name no module of {class_name}; names "
             f"are whole, such as {[*plan_of_model][:3]}"
         )
     plan = {**plan_of_model, **rules}
@@ -93,7 +93,7 @@ def _plan_of(config: Any, model: Any) -> dict[str, str]:
         )
     if not plan:
         raise PlanError(
-            f"{kind} does not have an fsdp_plan; pass DistributedConfig(fsdp_plan={{...}}), with "
+            f"{class_name} does not have an fsdp_plan; pass DistributedConfig(fsdp_plan={{...}}), with "
             "modules such as 'model.layers.*': 'free_full_weight'"
         )
     return plan

@@ -130,8 +130,8 @@ def slice_scales(layer: Any, record: ModuleSharding, mesh: DeviceMesh) -> None:
     dim = 1 if layer.is_feedforward else 0
     sizes = layer.get_base_layer().weight.spec.sizes(dim)
     layer._shoal_slices = Slices(mesh, sizes)
-    kind: Any = type(layer)
-    layer.__class__ = with_methods(SlicedScales, kind)
+    cls: Any = type(layer)
+    layer.__class__ = with_methods(SlicedScales, cls)
 
 
 def slice_prefix(model: Any) -> None:
@@ -159,8 +159,8 @@ def slice_prefix(model: Any) -> None:
             "of the plan"
         )
     model._shoal_slices = found.pop()
-    kind: Any = type(model)
-    model.__class__ = with_methods(SlicedPrefix, kind)
+    cls: Any = type(model)
+    model.__class__ = with_methods(SlicedPrefix, cls)
 
 
 def _slices_of_heads(model: nn.Module, features: int) -> Iterator[Slices]:

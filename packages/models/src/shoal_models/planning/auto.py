@@ -117,8 +117,8 @@ def _whole_parameters(
             if blocks.is_small(general, param.numel()):
                 reason = "it is small: gathering its output costs more than replicating it"
             elif style is None and path and read_above(path, parent):
-                kind = type(parent).__name__
-                reason = f"the code of {kind} reads it directly, so it stays whole"
+                class_name = type(parent).__name__
+                reason = f"the code of {class_name} reads it directly, so it stays whole"
             else:
                 reason = _reason(module, style, first_problem)
             yield f"{general}.{name}".lstrip("."), reason

@@ -218,11 +218,11 @@ def propose(
                 candidates.append(
                     Candidate(shape, data, nbytes + activations, activations, seconds=seconds)
                 )
-    within = [candidate for candidate in candidates if candidate.nbytes <= bound]
+    affordable = [candidate for candidate in candidates if candidate.nbytes <= bound]
     beyond = [candidate for candidate in candidates if candidate.nbytes > bound]
-    within.sort(key=lambda candidate: candidate.seconds)
+    affordable.sort(key=lambda candidate: candidate.seconds)
     beyond.sort(key=lambda candidate: candidate.nbytes)
-    return Proposal(chosen, bound, (*within, *beyond), uncounted)
+    return Proposal(chosen, bound, (*affordable, *beyond), uncounted)
 
 
 def _divided_bytes(

@@ -113,13 +113,13 @@ def read_above(path: str, parent: Any) -> bool:
 
 
 @cache
-def _source(kind: type[Any]) -> str:
+def _source(cls: type[Any]) -> str:
     """Return the code of a class, or '' if it has no file.
 
     Results are cached, because `inspect` parses the whole file of the class.
     """
     try:
-        return inspect.getsource(kind)
+        return inspect.getsource(cls)
     except (OSError, TypeError):
         return ""
 
@@ -377,7 +377,7 @@ class ModelBlocks:
         return sharing
 
     def _gathers(self, path: str) -> bool:
-        return any(kind in COLWISE for kind in kinds_of(self.modules[path]))
+        return any(cls in COLWISE for cls in kinds_of(self.modules[path]))
 
 
 def _distinct(recipes: list[Entries]) -> list[Entries]:

@@ -132,11 +132,11 @@ def shard_parameter(
         torch.Size([2, 3])
     """
     group = resolve(process_group)
-    where = f"{type(module).__name__}.{param_name}"
+    parameter_path = f"{type(module).__name__}.{param_name}"
 
     def facts() -> dict[str, Any]:
-        plain = _attribute_of(module, param_name, where)
-        return _facts_of_tensor(plain, sharding_spec, src_rank, where, group=group)
+        plain = _attribute_of(module, param_name, parameter_path)
+        return _facts_of_tensor(plain, sharding_spec, src_rank, parameter_path, group=group)
 
     agree_on(group, facts)
     plain = getattr(module, param_name)
@@ -167,10 +167,10 @@ def _shard_tensor(
 
 
 def _facts_of_tensor(
-    tensor: Any, spec: Any, src_rank: int, where: str, group: dist.ProcessGroup
+    tensor: Any, spec: Any, src_rank: int, parameter_path: str, group: dist.ProcessGroup
 ) -> dict[str, Any]:
     """Check a tensor on this rank; return the facts that must be equal on all ranks."""
-    _check_shardable(tensor, spec, where, group)
+    _check_shardable(tensor, spec, parameter_path, group)
     check_rank("shard", "src_rank", src_rank, group)
     return {
         "src_rank": src_rank,
@@ -331,8 +331,8 @@ def _check_specs(
     facts["return_local_tensor"] = list(plan.return_local_tensor or ())
     for path, spec in plan.plan.items():
         if isinstance(spec, Sharder):
-            kind = type(spec)
-            facts[f"Sharder of {path}"] = f"{kind.__module__}.{kind.__qualname__}"
+            cls = type(spec)
+            facts[f"Sharder of {path}"] = f"{cls.__module__}.{cls.__qualname__}"
             continue
         parent, _, name = path.rpartition(".")
         owner = _submodule(module, parent, "plan")
@@ -394,8 +394,8 @@ def _run_sharders(
     return replacements
 
 
-def _submodule(module: nn.Module, path: str, where: str) -> nn.Module:
-    """Return the sub-module at a path; ``where`` is for the message.
+def _submodule(module: nn.Module, path: str, subject: str) -> nn.Module:
+    """Return the sub-module at a path; ``subject`` is for the message.
 
     Raises:
         MissingParameterError: There is none.
@@ -404,43 +404,45 @@ def _submodule(module: nn.Module, path: str, where: str) -> nn.Module:
         return module.get_submodule(path)
     except AttributeError as error:
         raise MissingParameterError(
-            f"{where}: {type(module).__name__} has no sub-module {path!r} ({error})"
+            f"{subject}: {type(module).__name__} has no sub-module {path!r} ({error})"
         ) from None
 
 
-def _attribute_of(module: nn.Module, name: str, where: str) -> Any:
+def _attribute_of(module: nn.Module, name: str, subject: str) -> Any:
     require(module, nn.Module, "shard_parameter: module is an nn.Module", ArgumentTypeError)
     require(name, str, "shard_parameter: param_name is a str", ArgumentTypeError)
     if not hasattr(module, name):
         raise MissingParameterError(
-            f"{type(module).__name__} has no attribute {name!r}, requested as {where!r}"
+            f"{type(module).__name__} has no attribute {name!r}, requested as {subject!r}"
         )
     return getattr(module, name)
 
 
-def _check_shardable(tensor: Any, spec: Any, where: str, group: dist.ProcessGroup) -> None:
+def _check_shardable(tensor: Any, spec: Any, parameter_path: str, group: dist.ProcessGroup) -> None:
     if not isinstance(tensor, torch.Tensor):
-        raise ParameterError(f"{where} must be a Tensor, got {kind_of(tensor)}")
+        raise ParameterError(f"{parameter_path} must be a Tensor, got {kind_of(tensor)}")
     if isinstance(tensor, ShardedTensor):
-        raise ParameterError(f"{where} is a ShardedTensor already: use its reshard()")
+        raise ParameterError(f"{parameter_path} is a ShardedTensor already: use its reshard()")
     if isinstance(tensor, DTensor):
         raise ParameterError(
-            f"{where} is a DTensor already: use ShardedTensor.from_dtensor(), or redistribute it"
+            f"{parameter_path} is a DTensor already: use ShardedTensor.from_dtensor(), or redistribute it"
         )
     if tensor.is_meta or not is_plain(tensor):
         raise ParameterError(
-            f"{where} must be a plain strided tensor with data, got {kind_of(tensor)}: {tensor!r}"
+            f"{parameter_path} must be a plain strided tensor with data, got {kind_of(tensor)}: {tensor!r}"
         )
     if not tensor.is_contiguous():
         size = tuple(tensor.size())
-        raise ParameterError(f"{where} is not contiguous: size {size}, strides {tensor.stride()}")
-    require(spec, ShardingSpec, f"{where}: the spec is a ShardingSpec", ArgumentTypeError)
+        raise ParameterError(
+            f"{parameter_path} is not contiguous: size {size}, strides {tensor.stride()}"
+        )
+    require(spec, ShardingSpec, f"{parameter_path}: the spec is a ShardingSpec", ArgumentTypeError)
     properties = TensorProperties.of_shards_like(tensor)
     try:
         metadata = spec.build_metadata(tensor.size(), properties)
         checked_metadata(metadata, group)
     except (ValueError, TypeError) as error:
-        raise type(error)(f"{where}: {error}") from error
+        raise type(error)(f"{parameter_path}: {error}") from error
 
 
 def _replace_everywhere(

@@ -94,10 +94,10 @@ class ShardedOptimizer(optim.Optimizer):
         *optimizer_args: Any,
         **optimizer_kwargs: Any,
     ) -> None:
-        kind: Any = optimizer_class
-        if not (isinstance(kind, type) and issubclass(kind, optim.Optimizer)):
+        cls: Any = optimizer_class
+        if not (isinstance(cls, type) and issubclass(cls, optim.Optimizer)):
             raise ArgumentTypeError(
-                f"ShardedOptimizer: optimizer_class must be a class of torch.optim, got {kind!r}"
+                f"ShardedOptimizer: optimizer_class must be a class of torch.optim, got {cls!r}"
             )
         self.named_params: dict[str, torch.Tensor] = {}
         local_tensors = self._add_parameters(named_params)

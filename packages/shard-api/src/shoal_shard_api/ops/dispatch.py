@@ -421,5 +421,5 @@ def _override_of(func: Function, tensor: Any) -> CustomOp | None:
     for_any_spec = _OVERRIDES.get((None, func))
     if for_any_spec is not None:
         return for_any_spec
-    kind = type(tensor.sharding_spec())
-    return _OVERRIDES.get((kind, func))
+    cls = type(tensor.sharding_spec())
+    return _OVERRIDES.get((cls, func))

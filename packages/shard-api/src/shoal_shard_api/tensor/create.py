@@ -178,8 +178,8 @@ def _draw(tensor: ShardedTensor, draw: Callable[[torch.Tensor], torch.Tensor]) -
 def _list_properties(*factories: Any) -> None:
     """Name the properties of a ShardedTensor in the signatures that ``help`` and tools show."""
     properties = list[inspect.Parameter]()
-    for kind in (ShardedTensorBase, ShardedTensor):
-        parameters = inspect.signature(kind.__new__).parameters.values()
+    for cls in (ShardedTensorBase, ShardedTensor):
+        parameters = inspect.signature(cls.__new__).parameters.values()
         properties += [
             parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY
         ]

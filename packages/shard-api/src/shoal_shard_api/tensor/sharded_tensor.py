@@ -479,11 +479,11 @@ class ShardedTensor(ShardedTensorConstructors):
         tensor_contents: Any = None,  # noqa: ARG002, RUF100  # torch passes it
     ) -> str:
         is_parameter = getattr(self, "_is_param", False)
-        kind = "Parameter containing ShardedTensor" if is_parameter else "ShardedTensor"
+        class_name = "Parameter containing ShardedTensor" if is_parameter else "ShardedTensor"
         size = tuple(self.size())
         local = [(shard.metadata.shard_offsets, shard.tensor) for shard in self._local_shards]
         return (
-            f"{kind}(size={size}, dtype={self.dtype}, requires_grad={self.requires_grad}, "
+            f"{class_name}(size={size}, dtype={self.dtype}, requires_grad={self.requires_grad}, "
             f"spec={self._sharding_spec}, local={local})"
         )
 

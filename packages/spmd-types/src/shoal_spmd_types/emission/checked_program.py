@@ -259,7 +259,7 @@ def types_of(value: TracedValue, mesh: DeviceMesh) -> dict[spmd.AxisLike, spmd.A
 
 def types_text(types: Mapping[Any, Any]) -> str:
     """Return types as the text of a dict."""
-    items = [f'"{axis}": {kind}' for axis, kind in types.items()]
+    items = [f'"{axis}": {axis_type}' for axis, axis_type in types.items()]
     return "{" + ", ".join(items) + "}"
 
 
@@ -269,7 +269,7 @@ def _is_unknown(value: TracedValue, tensor: Tensor) -> bool:
     if found is None or value.spec is None:
         return False
     kinds = found.by_axis.values()
-    return any(kind is spmd.V for kind in kinds)
+    return any(axis_type is spmd.V for axis_type in kinds)
 
 
 def _compare(value: TracedValue, tensor: Tensor, mesh: DeviceMesh, text: str) -> None:
@@ -277,13 +277,13 @@ def _compare(value: TracedValue, tensor: Tensor, mesh: DeviceMesh, text: str) ->
     found = spmd.type_of(tensor)
     if found is None or value.spec is None:
         return
-    for axis, kind in found.by_axis.items():
+    for axis, axis_type in found.by_axis.items():
         index = [*mesh.axis_names].index(repr(axis))
         wanted = value.spec.placements[index]
-        placement = spmd.placement_of(kind)
+        placement = spmd.placement_of(axis_type)
         if placement != wanted:
             raise EmissionError(
-                f"emit: the checker finds {kind} over {axis!r} for {text}, and the forward on "
+                f"emit: the checker finds {axis_type} over {axis!r} for {text}, and the forward on "
                 f"DTensors has {wanted!r}"
             )
 
@@ -296,5 +296,5 @@ def describe_value(value: TracedValue, tensor_type: Any) -> str:
     # On one rank, a type has no axes.
     if tensor_type is None or not tensor_type.by_axis:
         return head
-    kinds = [f"{axis!r}: {kind}" for axis, kind in tensor_type.by_axis.items()]
+    kinds = [f"{axis!r}: {axis_type}" for axis, axis_type in tensor_type.by_axis.items()]
     return f"{head} {', '.join(kinds)}"

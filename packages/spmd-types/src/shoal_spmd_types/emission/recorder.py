@@ -271,21 +271,21 @@ class ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of
 
     def _check_write(self, func: Any, base: Tensor, views: Sequence[View]) -> None:
         """Refuse a write that is seen outside of the forward, or has no form without a write."""
-        where = f"emit: {func} in {self.path or 'the root module'} writes in place to"
+        subject = f"emit: {func} in {self.path or 'the root module'} writes in place to"
         value = self.value_of(base)
         if value.parameter or value.is_input:
-            kind = "the weight or buffer" if value.parameter else "the input"
+            holder = "the weight or buffer" if value.parameter else "the input"
             raise EmissionError(
-                f"{where} {kind} {value.parameter or value.hint}, which the program does not own; "
+                f"{subject} {holder} {value.parameter or value.hint}, which the program does not own; "
                 "write to a clone of it"
             )
         without = [view.operator for view in views if view.scatter is None]
         if without:
             raise EmissionError(
-                f"{where} a view made by {without[0]}; write to slices or entries of a tensor only"
+                f"{subject} a view made by {without[0]}; write to slices or entries of a tensor only"
             )
         if written_form(func) is None:
-            raise EmissionError(f"{where} a tensor, and no operator returns the result instead")
+            raise EmissionError(f"{subject} a tensor, and no operator returns the result instead")
 
     def _record_write(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_inside: bool

@@ -99,25 +99,25 @@ class ReversibleMove(Function):
     """A move of a tensor; `back`, another move, brings its gradient back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, move: Move, back: Move, where: tuple[Any, ...]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, move: Move, back: Move, place: tuple[Any, ...]) -> Tensor:
         ctx.back = back
-        ctx.where = where
-        return in_memory_as(x, move(x, *where))
+        ctx.place = place
+        return in_memory_as(x, move(x, *place))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return ctx.back(grad, *ctx.where), None, None, None
+        return ctx.back(grad, *ctx.place), None, None, None
 
     @staticmethod
     def gradient_shares(ctx: Any) -> Sequence[int] | None:
         """Return the ranks that contribute a share of the gradient; None for whole gradients."""
         if ctx.back in (split, keep_tensor):
             return None
-        comm: Comm = ctx.where[0]
+        comm: Comm = ctx.place[0]
         return comm.ranks
 
 
-def apply_move(tensor: Tensor, move: Move, back: Move, *where: Any) -> Tensor:
+def apply_move(tensor: Tensor, move: Move, back: Move, *place: Any) -> Tensor:
     """Apply a move whose backward is the move `back`.
 
     Selective activation checkpointing does not see the result, because later code may write to it
@@ -125,7 +125,7 @@ def apply_move(tensor: Tensor, move: Move, back: Move, *where: Any) -> Tensor:
     """
     is_watched = not is_compiling() and selectively_checkpointed()
     with unwatched() if is_watched else nullcontext():
-        out: Tensor = apply(ReversibleMove, tensor, move, back, where)
+        out: Tensor = apply(ReversibleMove, tensor, move, back, place)
         return out
 
 

@@ -198,7 +198,7 @@ class Lowered(ModuleForward):
         def __getattr__(self, name: str) -> Any:
             # While a module is unpickled, it does not have its attributes yet. So `resolve` is
             # called when a result of it is first used.
-            slots = {slot for kind in type(self).__mro__ for slot in getattr(kind, "__slots__", ())}
+            slots = {slot for cls in type(self).__mro__ for slot in getattr(cls, "__slots__", ())}
             if name in slots:
                 self.resolve()
                 return object.__getattribute__(self, name)

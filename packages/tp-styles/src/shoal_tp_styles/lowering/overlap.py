@@ -30,13 +30,13 @@ def chunks_of(sharding: ModuleSharding) -> int:
 
 
 def gathered_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, where: ActivationShard, chunks: int
+    x: Tensor, weight: Tensor, bias: Tensor | None, shard: ActivationShard, chunks: int
 ) -> tuple[Tensor, Tensor]:
     """Gather `x` and multiply it by a weight (out, in); return the gathered `x` and the product.
 
     `x` is this rank's shard (..., in) and has two dims or more.
     """
-    comm, dim, sizes = where
+    comm, dim, sizes = shard
     shape = list(x.shape)
     shape[dim] = shape[dim] * comm.size if sizes is None else sum(sizes)
     # Blocks of rows of the gathered x by the rank that they come from. Example: 2 rows from each of
@@ -76,16 +76,16 @@ def _lengths_in_chunk(blocks: tuple[int, ...], chunk: int, count: int) -> tuple[
 
 
 def reduced_product(
-    x: Tensor, weight: Tensor, where: Comm | ActivationShard, chunks: int
+    x: Tensor, weight: Tensor, comm_or_shard: Comm | ActivationShard, chunks: int
 ) -> Tensor:
     """Multiply `x` (..., in) by a weight (out, in) and reduce the product over the ranks.
 
-    `where` is the communicator of an all-reduce, or the shard to which the product is
+    `comm_or_shard` is the communicator of an all-reduce, or the shard to which the product is
     reduce-scattered.
     """
-    if isinstance(where, ActivationShard):
+    if isinstance(comm_or_shard, ActivationShard):
         scattered = []
-        for rows, target in _chunks(x, where, chunks):
+        for rows, target in _chunks(x, comm_or_shard, chunks):
             product_rows = linear(rows, weight)
             scattered.append(reduce_scatter_dim(product_rows, *target, async_op=True))
         return torch.cat([pending.wait() for pending in scattered])
@@ -94,7 +94,7 @@ def reduced_product(
     reduced = []
     for rows, out in zip(x.tensor_split(count), product.tensor_split(count), strict=True):
         _multiply(rows, weight, None, out)
-        reduced.append(all_reduce_(out, where, async_op=True))
+        reduced.append(all_reduce_(out, comm_or_shard, async_op=True))
     for pending in reduced:
         pending.wait()
     return product
@@ -141,16 +141,16 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> No
 
 
 def _chunks(
-    x: Tensor, where: ActivationShard, chunks: int
+    x: Tensor, activation: ActivationShard, chunks: int
 ) -> Iterator[tuple[Tensor, ActivationShard]]:
     """Yield chunks of rows of `x`, each with the shard to which its product is reduce-scattered.
 
     The results, one after another, are this rank's rows in order.
     """
-    comm, dim, sizes = where
+    comm, dim, sizes = activation
     if dim != 0:
         for rows in x.tensor_split(_chunk_count(chunks, x.shape[0])):
-            yield rows, where
+            yield rows, activation
         return
     # Example: 4 rows that are scattered to 2 ranks, in 2 chunks -> the first chunk has the rows
     # 0 and 2, the second has 1 and 3. Rank 0 gets row 0, then row 1; rank 1 gets row 2, then row 3.

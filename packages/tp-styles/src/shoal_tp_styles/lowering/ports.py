@@ -226,16 +226,16 @@ class DTensorForward(Lowered):
 def replicated_input(lowered: Lowered, x: Tensor, port: Port | None = None) -> Tensor:
     """Return an input, replicated (`R | S(d) -> R`), whose gradient is partial in the lowering."""
     port = port or lowered.port_in
-    where = sharded_dim(port.layout, lowered.comm)
-    is_direct = where is not None or port.layout.is_replicate()
+    shard = sharded_dim(port.layout, lowered.comm)
+    is_direct = shard is not None or port.layout.is_replicate()
     if isinstance(x, DTensor) or not is_direct:
         # in a fixed arithmetic, the gradients of readers are reduced one by one and then added
         if current_arithmetic() is not None:
             local = local_input(x, port, lowered.mesh, grad=port.desired)
             return copy(local, lowered.comm)
         return local_input(x, port, lowered.mesh, grad=Partial())
-    if where is not None:
-        return gather_partial(x, *where)
+    if shard is not None:
+        return gather_partial(x, *shard)
     compare_replicas(lowered, x)
     return copy(x, lowered.comm)
 
@@ -314,11 +314,11 @@ def partial_output(
     is_local = lowered.sharding.local_outputs
     param = {"bias": lowered.parameter(bias) if isinstance(bias, str) else bias}
     features = getattr(lowered.port_in.desired, "dim", -1) % partial.ndim
-    where = sharded_dim(desired, comm)
-    if where is not None:
-        dim = where.dim % partial.ndim
+    shard = sharded_dim(desired, comm)
+    if shard is not None:
+        dim = shard.dim % partial.ndim
         size = partial.shape[dim]
-        sizes = where.sizes
+        sizes = shard.sizes
         is_even = size % comm.size == 0
         if dim == features and sizes is None and not is_even:
             # Example: 10 features on 4 ranks -> 3 3 3 1. The next module knows these sizes from its

@@ -120,16 +120,16 @@ def gather_partial(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes = None) ->
     return _read_once(tensor, (comm, dim, sizes, None), gather_dim, scatter, comm, dim, sizes)
 
 
-def _read_once(tensor: Tensor, key: Hashable, move: Move, back: Move, *where: Any) -> Tensor:
+def _read_once(tensor: Tensor, key: Hashable, move: Move, back: Move, *place: Any) -> Tensor:
     """Apply `move`, or return the result of the tensor's first reader with the same key.
 
     A leaf is not shared.
     """
     grad = tensor.requires_grad and torch.is_grad_enabled()
     if tensor.is_leaf and grad:
-        return apply_move(tensor, move, back, *where)
+        return apply_move(tensor, move, back, *place)
     shared_input = find_shared_input(tensor, key, grad)
     if shared_input is None:
-        shared_input = apply_move(tensor, move, back, *where)
+        shared_input = apply_move(tensor, move, back, *place)
         keep_shared_input(tensor, key, shared_input)
     return shared_input

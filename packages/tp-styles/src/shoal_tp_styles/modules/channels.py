@@ -124,7 +124,7 @@ class Channels(Lowered):
     __slots__ = ("compute", "is_row_sharded")
 
     def resolve(self) -> None:
-        kinds = [kind for kind in kinds_of(self.module) if kind in _COMPUTE]
+        kinds = [cls for cls in kinds_of(self.module) if cls in _COMPUTE]
         self.compute: Compute = _COMPUTE[kinds[0]]
         self.is_row_sharded: bool = isinstance(self.port_out.layout, Partial)
 
@@ -209,7 +209,7 @@ class GroupedChannels(Lowered):
         self.out_of: tuple[int, ...] = tuple(count * options.out_of for count in groups)
         # All batch norms have the forward of `BatchNorm1d`.
         kinds = (*CONVOLUTIONS, nn.PReLU, nn.GroupNorm, nn.BatchNorm1d)
-        self.runs_locally: bool = any(keeps_forward(self.module, kind) for kind in kinds)
+        self.runs_locally: bool = any(keeps_forward(self.module, cls) for cls in kinds)
 
     def __call__(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         options = self.options

@@ -145,11 +145,11 @@ def sharded_hidden_units(
 
     `output_layout` is the layout of output and states.
     """
-    kind = next(kind for kind in _GATES if isinstance(module, kind))
+    cls = next(cls for cls in _GATES if isinstance(module, cls))
     obstacle = ""
     if module.proj_size:
         obstacle = f"proj_size={module.proj_size}"
-    elif not keeps_forward(module, kind):
+    elif not keeps_forward(module, cls):
         obstacle = "its own forward"
     if obstacle:
         batch = 0 if module.batch_first else 1
@@ -159,7 +159,7 @@ def sharded_hidden_units(
         )
     layout = output_layout or _UNITS
     _check_output_layout(style, module, layout)
-    gates = HeadShard(0, Heads(module.hidden_size, 1, chunked=True), _GATES[kind])
+    gates = HeadShard(0, Heads(module.hidden_size, 1, chunked=True), _GATES[cls])
     port = Port(_UNITS, layout)
     return ModuleSharding(
         style,

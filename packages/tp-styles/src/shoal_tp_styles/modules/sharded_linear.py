@@ -173,11 +173,11 @@ class ColumnLinear(Lowered):
         if self.chunks == 1 or input.device_mesh != self.mesh:
             return input, None
         (placement,) = input.placements
-        where = sharded_dim(placement, self.comm)
-        if where is None:
+        shard = sharded_dim(placement, self.comm)
+        if shard is None:
             return input, None
         local = input.to_local(grad_placements=(placement,))
-        return local, where._replace(sizes=input.spec.sizes(where.dim))
+        return local, shard._replace(sizes=input.spec.sizes(shard.dim))
 
     def finish(self, out: Tensor) -> Tensor:
         """Return the local product in the layout that leaves the module."""

@@ -470,12 +470,12 @@ def _style(key: str, value: object) -> ParallelStyle | None:
 
 def _describe_entry(value: object) -> str:
     """Describe the value of a plan entry that is not a style, and the entry to write instead."""
-    kind = value if isinstance(value, type) else type(value)
+    cls = value if isinstance(value, type) else type(value)
     if isinstance(value, type) and issubclass(value, ParallelStyle):
-        return f"the class {kind.__name__} itself; write {kind.__name__}()"
-    if kind.__module__.startswith("torch.distributed.tensor.parallel"):
+        return f"the class {cls.__name__} itself; write {cls.__name__}()"
+    if cls.__module__.startswith("torch.distributed.tensor.parallel"):
         return (
-            f"{kind.__name__} of {kind.__module__}, which makes torch's DTensors; import "
-            f"{kind.__name__} from shoal_tp_styles"
+            f"{cls.__name__} of {cls.__module__}, which makes torch's DTensors; import "
+            f"{cls.__name__} from shoal_tp_styles"
         )
-    return kind.__name__
+    return cls.__name__

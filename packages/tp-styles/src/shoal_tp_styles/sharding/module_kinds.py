@@ -51,14 +51,14 @@ def _is_transposed(module: nn.Module) -> bool:
 
 def kinds_of(module: nn.Module) -> tuple[type[nn.Module], ...]:
     """Return the kinds of a module, most specific first: structure, its class, its base classes."""
-    parents = tuple(kind for kind in type(module).__mro__ if issubclass(kind, nn.Module))
+    parents = tuple(cls for cls in type(module).__mro__ if issubclass(cls, nn.Module))
     return (TransposedLinear, *parents) if _is_transposed(module) else parents
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
     """Return the user's class of a module, also after `fully_shard` or `replicate` replaced it."""
-    kind: type[nn.Module] = getattr(type(module), "_shoal_class", type(module))
-    return kind
+    cls: type[nn.Module] = getattr(type(module), "_shoal_class", type(module))
+    return cls
 
 
 def is_grouped(module: Any) -> bool:
@@ -69,12 +69,12 @@ def is_grouped(module: Any) -> bool:
     return isinstance(module, CONVOLUTIONS) and module.groups > 1
 
 
-def keeps_forward(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Tell whether a module of kind `kind` keeps that kind's forward.
+def keeps_forward(module: nn.Module, cls: type[nn.Module]) -> bool:
+    """Tell whether a module of class `cls` keeps the forward of that class.
 
     A subclass may have its own forward.
     """
-    return kind is TransposedLinear or type(module).forward is kind.forward
+    return cls is TransposedLinear or type(module).forward is cls.forward
 
 
 def computed_parameters(module: nn.Module) -> list[str]:
@@ -252,7 +252,7 @@ def _input_dim(style: str, module: nn.Module, up_name: str, down: nn.Parameter) 
 def _hidden_shards_of_linears(style: str, module: nn.ModuleList) -> dict[str, ParameterPlacement]:
     shards: dict[str, ParameterPlacement] = {}
     for path, param in module.named_parameters():
-        owner, _, kind = path.rpartition(".")
+        owner, _, suffix = path.rpartition(".")
         name = owner.rpartition(".")[2]
         is_linear = isinstance(module.get_submodule(owner), nn.Linear)
         if name not in _HIDDEN_FEATURES or not is_linear:
@@ -260,7 +260,7 @@ def _hidden_shards_of_linears(style: str, module: nn.ModuleList) -> dict[str, Pa
         features = _HIDDEN_FEATURES[name]
         if features.are_outputs:
             shards[path] = _hidden_shard(module, 0, features.blocks, param)
-        elif kind == "weight":
+        elif suffix == "weight":
             shards[path] = _hidden_shard(module, 1, features.blocks, param)
     return shards
 

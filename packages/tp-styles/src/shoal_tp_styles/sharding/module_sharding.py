@@ -375,9 +375,9 @@ class ModuleSharding:
         """Return the port of an output; replicated if none is declared."""
         return _port(self.outputs, index)
 
-    def options_of(self, kind: type[Options]) -> Options:
+    def options_of(self, cls: type[Options]) -> Options:
         """Return the options, for a lowering whose style declares options of this type."""
-        assert isinstance(self.options, kind), f"{self.style} declares {kind.__name__}"
+        assert isinstance(self.options, cls), f"{self.style} declares {cls.__name__}"
         return self.options
 
     @property

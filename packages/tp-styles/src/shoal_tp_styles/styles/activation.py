@@ -339,7 +339,7 @@ def sharded_groups(
     """
     name = type(style).__name__
     if isinstance(module, CONVOLUTIONS):
-        has_own_forward = not any(keeps_forward(module, kind) for kind in CONVOLUTIONS)
+        has_own_forward = not any(keeps_forward(module, cls) for cls in CONVOLUTIONS)
         if has_own_forward:
             raise unsupported(name, module, CONVOLUTIONS)
     channels = ChannelsOfGroups.of(module, style.multiple_of)

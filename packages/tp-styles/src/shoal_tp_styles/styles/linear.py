@@ -107,10 +107,10 @@ class _TableRow(NamedTuple):
 
 def _row_of(style: str, table: _Table, module: nn.Module) -> _TableRow:
     """Return the module's row of the table, or raise UnsupportedModuleError."""
-    for kind in kinds_of(module):
-        if kind in table:
-            features = table[kind]
-            lowering = features.lowering if keeps_forward(module, kind) else None
+    for cls in kinds_of(module):
+        if cls in table:
+            features = table[cls]
+            lowering = features.lowering if keeps_forward(module, cls) else None
             return _TableRow(features, lowering)
     raise unsupported(style, module, tuple(table))
 

@@ -240,9 +240,9 @@ class DeclaredStyle(ParallelStyle):
         )
 
 
-def check_forward(style: str, module: nn.Module, kind: type[nn.Module]) -> None:
+def check_forward(style: str, module: nn.Module, cls: type[nn.Module]) -> None:
     """Refuse a module with its own forward if a style computes the forward of its kind."""
-    if not keeps_forward(module, kind):
+    if not keeps_forward(module, cls):
         name = type(module).__name__
         raise UnsupportedModuleError(
             f"{style}: {name} overrides forward, which would not be called"
@@ -253,7 +253,7 @@ def unsupported(
     style: str, module: nn.Module, supported: tuple[type[nn.Module], ...], *others: str
 ) -> UnsupportedModuleError:
     """Return the error of a style for a type of module that it cannot shard."""
-    names = ", ".join([*(kind.__name__ for kind in supported), *others])
+    names = ", ".join([*(cls.__name__ for cls in supported), *others])
     if isinstance(module, nn.RNNBase):
         batch = 0 if module.batch_first else 1
         way_out = (

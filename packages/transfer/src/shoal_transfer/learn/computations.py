@@ -53,8 +53,8 @@ def elements_before(
     wrong = (numbers < 0) | (numbers != others)
     if bool(wrong.any()):
         raise ComputedError(f"{int(wrong.sum())} of {wrong.numel()} values are others")
-    nothing = torch.empty(0, dtype=torch.int64)
-    positions = torch.cat([nothing, *map(_positions_of, memories)])[numbers]
+    no_elements = torch.empty(0, dtype=torch.int64)
+    positions = torch.cat([no_elements, *map(_positions_of, memories)])[numbers]
     constants = torch.zeros_like(found.values[0])
     return Elements(positions, constants, labelled=True, intermediates=found.intermediates)
 

@@ -202,15 +202,15 @@ def _blocks_of(
     operation: Operation, output: MemoryView
 ) -> list[tuple[MemoryView, MemoryView]] | None:
     """Return the views of an output with the operands that they copy; None for other operators."""
-    kind = operator_name(operation.operator)
-    if kind in _COPIES:
+    name = operator_name(operation.operator)
+    if name in _COPIES:
         return [(output, operation.args[0])]
-    if kind not in ("aten::cat", "aten::stack"):
+    if name not in ("aten::cat", "aten::stack"):
         return None
     # A negative dim counts from the end. Outputs of `cat` and `stack` have at least one dim.
     dim = _dim_of(operation) % len(output.size)
     tensors: list[MemoryView] = operation.args[0]
-    if kind == "aten::stack":
+    if name == "aten::stack":
         return [*_define_stack(output, tensors, dim)]
     return [*_define_concatenation(output, tensors, dim)]
 

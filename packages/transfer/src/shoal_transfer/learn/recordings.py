@@ -131,13 +131,13 @@ class _Target:
         written = operation.written[0]
         if len(operation.written) > 1 or written.dtype != self.operand.dtype:
             return None
-        kind = operator_name(operation.operator)
+        name = operator_name(operation.operator)
         view = written._replace(offset=written.offset - self.operand.offset)
-        if kind == "aten::copy_" and isinstance(operation.args[1], MemoryView):
+        if name == "aten::copy_" and isinstance(operation.args[1], MemoryView):
             return self._copy(view, operation.args[1])
-        if kind not in ("aten::fill_", "aten::zero_"):
+        if name not in ("aten::fill_", "aten::zero_"):
             return None
-        value = 0.0 if kind == "aten::zero_" else operation.args[1]
+        value = 0.0 if name == "aten::zero_" else operation.args[1]
         if isinstance(value, MemoryView) or value in self.recorder.scalars:
             return None
         try:

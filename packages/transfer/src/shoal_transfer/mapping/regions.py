@@ -50,13 +50,13 @@ def common_positions(one: range, other: range) -> tuple[range, range]:
         >>> common_positions(range(0, 12, 2), range(3, 20, 3))  # the indices 6
         (range(3, 4, 3), range(1, 2, 2))
     """
-    nothing = (range(0), range(0))
+    no_positions = (range(0), range(0))
     if not one or not other:
-        return nothing
+        return no_positions
     divisor = gcd(one.step, other.step)
     distance = other.start - one.start
     if distance % divisor:
-        return nothing
+        return no_positions
     # Position i of `one` is in `other` if i * one.step == distance, modulo other.step. All three are
     # divided by their common divisor; then one.step has an inverse, which gives the first i >= 0.
     modulus = other.step // divisor
@@ -69,7 +69,7 @@ def common_positions(one: range, other: range) -> tuple[range, range]:
     stop = min(one[-1], other[-1]) + 1
     count = len(range(first, stop, step))
     if not count:
-        return nothing
+        return no_positions
     return (
         _positions(one, first, step, count),
         _positions(other, first, step, count),

@@ -155,8 +155,8 @@ def _make_partial(step: Step, coordinate: Coordinate) -> RankStep:
     first_op = next(iter(ops.values()))
     neutral = identity_of(first_op, step.dst.dtype)
     shape = shape_of(after)
-    own = intersect(before, after)
-    if own is None:
+    own_box = intersect(before, after)
+    if own_box is None:
         return RankStep(
             finish=lambda local, _: with_dependence(local.new_full(shape, neutral), local)
         )
@@ -166,9 +166,9 @@ def _make_partial(step: Step, coordinate: Coordinate) -> RankStep:
     # R -> P(sum): x on coordinate 0, and 0 elsewhere
     this_rank_contributes = not any(coordinate[axis] for axis in counted_once)
     # Example: from columns 2:4 to columns 0:4, local columns 0:2 are copied to 2:4.
-    source = slices_of(own, before)
-    target = slices_of(own, after)
-    is_whole = own == after
+    source = slices_of(own_box, before)
+    target = slices_of(own_box, after)
+    is_whole = own_box == after
 
     def finish(local: Tensor, _: Tensor) -> Tensor:
         if _is_traced(local):

@@ -35,41 +35,41 @@ class Bound:
             self._levels.append((mask_of(slow_axes), speed))
         self._fastest = speeds[-1] if speeds else inf
 
-    def seconds(self, here: State) -> float:
+    def seconds(self, state: State) -> float:
         """Return a lower bound on the seconds from a state to the goal."""
         links = self.space.links
-        moving = self.space.moving(here)
-        leaving = here.to_reduce | here.must_leave & ~here.to_make_partial
+        moving = self.space.moving(state)
+        leaving = state.to_reduce | state.must_leave & ~state.to_make_partial
         seconds = links.seconds(leaving, 0)
         # Local steps make values partial as in the destination. Each copies the finest shard at
         # least.
-        if not here.partials_done:
-            finest = self.whole / links.ranks(moving & ~here.to_make_partial)
-            local_steps = bool(here.to_make_partial) + bool(here.to_rescale)
+        if not state.partials_done:
+            finest = self.whole / links.ranks(moving & ~state.to_make_partial)
+            local_steps = bool(state.to_make_partial) + bool(state.to_rescale)
             seconds += local_steps * links.copy(finest)
         if leaving:
             # Example: of 30 bytes, 10 must come over slow links. These 10 bytes are counted at the
             # slow speed, the other 20 at the fast speed.
             counted = 0.0
             for axes, speed in self._levels:
-                volume = self._volume(here, moving, moving & axes)
+                volume = self._volume(state, moving, moving & axes)
                 if volume > counted:
                     seconds += (volume - counted) / speed
                     counted = volume
-        if here.to_reduce or here.to_make_partial:
+        if state.to_reduce or state.to_make_partial:
             return seconds
         # The part that two shards have in common has at most the shorter length
         # of each dim. 8 x 8, S(0) -> S(1) over 2 ranks: a rank needs 4 x 8 elements, of which it
         # has 4 x 4.
         common = self.space.itemsize
-        for old, new in zip(here.dims, self.space.wanted, strict=True):
+        for old, new in zip(state.dims, self.space.wanted, strict=True):
             common *= min(old.longest, new.longest)
         # In the example: 64 / 2 - 4 * 4 = 16 elements.
         lacking = self.whole / links.ranks(self.space.goal.sharding_axes) - common
         in_one_collective = links.seconds(leaving, 0) + lacking / self._fastest
         return max(seconds, in_one_collective)
 
-    def _volume(self, here: State, moving: int, level: int) -> float:
+    def _volume(self, state: State, moving: int, level: int) -> float:
         """Return a lower bound on the average bytes that a rank receives over axes of a level.
 
         The axes of the level divide the mesh into islands. The other axes, inside an island, are
@@ -86,15 +86,15 @@ class Bound:
         ranks = self.space.links.ranks
         wanted = self.space.goal.sharding_axes
         # Making values partial needs no communication, so these axes do not divide islands.
-        between = level & ~here.to_make_partial
-        if here.to_reduce:
-            reduce_copies = ranks(here.to_reduce & level) - 1
+        between = level & ~state.to_make_partial
+        if state.to_reduce:
+            reduce_copies = ranks(state.to_reduce & level) - 1
             spread_copies = ranks(between & ~wanted) - 1
             if not reduce_copies:
                 return 0.0
             # In the example: 1/4 * (3 + 3) of the elements.
             return self.whole / ranks(moving) * (reduce_copies + spread_copies)
-        shards = ranks(here.sharding_axes & ~wanted & between)
+        shards = ranks(state.sharding_axes & ~wanted & between)
         island = self.whole / ranks(wanted & between)
         # In the example: (8 - 8 / 4) / 2 = 3 rows.
         lacking = island - island / shards

@@ -245,7 +245,7 @@ def convert_partials(space: Space, before: State) -> list[Edge]:
         so it holds                                                  0 1 2 3   0 0 0 0   0 0 0 0   4 5 6 7
     """
     edges = []
-    here = before
+    state = before
     reduces_first = before.to_reduce & before.to_make_partial or not space.reductions_commute
     if before.to_reduce and reduces_first:
         return []
@@ -254,12 +254,12 @@ def convert_partials(space: Space, before: State) -> list[Edge]:
         if coarse is None:
             return []
         made = space.state(coarse, before.to_reduce, 0, before.to_rescale)
-        here = _slice_towards(space, made, space.goal.dims)
+        state = _slice_towards(space, made, space.goal.dims)
         axes = axes_of(before.to_make_partial)
-        edges.append(_local(space, "MakePartial", before, here, axes=axes))
+        edges.append(_local(space, "MakePartial", before, state, axes=axes))
     if before.to_rescale:
-        after = space.state(here.dims, before.to_reduce, 0, 0)
-        edges.append(_local(space, "Scale", here, after, axes=axes_of(before.to_rescale)))
+        after = space.state(state.dims, before.to_reduce, 0, 0)
+        edges.append(_local(space, "Scale", state, after, axes=axes_of(before.to_rescale)))
     return edges
 
 

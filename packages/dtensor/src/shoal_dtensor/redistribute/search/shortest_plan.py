@@ -156,7 +156,7 @@ class _Trail(NamedTuple):
     """A path from a start to a state: its cost in seconds and its edges."""
 
     seconds: float
-    here: State
+    state: State
     edges: Edges
 
     def extended_by(self, hop: list[Edge]) -> _Trail:
@@ -226,16 +226,16 @@ class _Search:
 
     def search(self, start: _Trail) -> float:
         """Search paths from one start; return a lower bound on the cost of paths not in `found`."""
-        self.candidates = Candidates(self.space, start.here)
+        self.candidates = Candidates(self.space, start.state)
         is_complete = self.candidates.complete
         self.most = MOST_PRICED if is_complete else MOST_PRICED // 3
-        floor = inf if is_complete else self.bound(start.here)
+        floor = inf if is_complete else self.bound(start.state)
         # seconds of the fastest path to a state so far
         self.reached: dict[State, float] = {}
         self.push(start)
         plain = self.push_plain_reduction(start)
         has_many_axes = self.space.multi_rank_axes.bit_count() > 2
-        if has_many_axes and not self.is_beaten(self.bound(start.here)):
+        if has_many_axes and not self.is_beaten(self.bound(start.state)):
             self.seed(plain)
         while self.heap:
             bound, _, trail = heappop(self.heap)
@@ -244,7 +244,7 @@ class _Search:
             elif self.is_over():
                 self.heap.clear()
                 floor = min(floor, bound)
-            elif trail.seconds <= self.reached[trail.here]:
+            elif trail.seconds <= self.reached[trail.state]:
                 self.expand(trail)
         return floor
 
@@ -259,12 +259,12 @@ class _Search:
     def push_plain_reduction(self, trail: _Trail) -> _Trail:
         """Push the path that reduces at once, to the goal's sharding; it is often the best path."""
         space = self.space
-        here = trail.here
-        if not here.to_reduce:
+        state = trail.state
+        if not state.to_reduce:
             return trail
-        after = space.scattered(here, self.candidates.scattered(here))
-        if after is not here:
-            trail = self.push(trail.extended_by([reduce_scatter(space, here, after)]))
+        after = space.after_reduce_scatter(state, self.candidates.dims_after_reduce_scatter(state))
+        if after is not state:
+            trail = self.push(trail.extended_by([reduce_scatter(space, state, after)]))
         if after.to_reduce:
             trail = self.push(trail.extended_by([all_reduce(space, after)]))
         return trail
@@ -276,7 +276,7 @@ class _Search:
         than these paths.
         """
         bandwidth = self.space.links.bandwidth
-        axes = axes_of(self.space.multi_rank_axes & ~trail.here.to_make_partial)
+        axes = axes_of(self.space.multi_rank_axes & ~trail.state.to_make_partial)
         by_speed: dict[float, list[int]] = {}
         for axis in sorted(axes, key=lambda axis: bandwidth[axis]):
             by_speed.setdefault(bandwidth[axis], []).append(axis)
@@ -295,62 +295,62 @@ class _Search:
         for group in groups:
             # Example: one axis after the other: 0b01, then 0b11.
             settled |= mask_of(group)
-            here = trail.here
-            dims = self.candidates.settled(here, settled, nested=nested)
-            after = self.space.state(dims, 0, here.to_make_partial, here.to_rescale)
-            trail = self.push(trail.extended_by(reshard(self.space, here, after)))
+            state = trail.state
+            dims = self.candidates.dims_settled_on(state, settled, nested=nested)
+            after = self.space.state(dims, 0, state.to_make_partial, state.to_rescale)
+            trail = self.push(trail.extended_by(reshard(self.space, state, after)))
 
     def expand(self, trail: _Trail) -> None:
         """Push the states that one hop may profitably lead to, nearest to the goal first."""
-        seconds, here, _ = trail
-        if here.to_reduce:
+        seconds, state, _ = trail
+        if state.to_reduce:
             self.push_reductions(trail)
         links = self.space.links
-        for ahead, after in self.nearest(here):
+        for ahead, after in self.nearest(state):
             if seconds + ahead >= self.cost_to_beat or self.is_over():
                 return
-            if self.reached.get(after, inf) <= seconds or after is here:
+            if self.reached.get(after, inf) <= seconds or after is state:
                 continue
             # All axes that leave a dim take part in the collective. Example: if 2 axes of 2 ranks
             # leave, a rank has at most a quarter of its new shard.
             leaving = 0
-            for old, new in zip(here.dims, after.dims, strict=True):
+            for old, new in zip(state.dims, after.dims, strict=True):
                 leaving += old.mask & ~new.mask
             received = after.box_bytes - after.box_bytes / links.ranks(leaving)
             least = links.seconds(leaving, received)
             if seconds + least + ahead < self.cost_to_beat:
                 self.priced += 1
-                self.push(trail.extended_by(reshard(self.space, here, after)))
+                self.push(trail.extended_by(reshard(self.space, state, after)))
 
     def push_reductions(self, trail: _Trail) -> None:
         """Push the states that reductions lead to."""
         space = self.space
-        here = trail.here
+        state = trail.state
         # One all-reduce reduces all axes that are left. After two in a row, replicas could differ
         # in the last bit.
-        self.push(trail.extended_by([all_reduce(space, here)]))
-        for edge in join_pending(space, here):
+        self.push(trail.extended_by([all_reduce(space, state)]))
+        for edge in join_pending(space, state):
             self.push(trail.extended_by([edge]))
         # All layouts but the first one, which is the present layout. Example: for [P, P] and one
         # dim, it is sharded by axes (1,), (0,), (0, 1) or (1, 0).
-        _, *layouts = self.candidates.inside(here.dims, here.to_reduce)
+        _, *layouts = self.candidates.inside(state.dims, state.to_reduce)
         for dims in layouts:
-            after = space.scattered(here, dims)
-            latency = space.links.seconds(here.to_reduce & ~after.to_reduce, 0)
+            after = space.after_reduce_scatter(state, dims)
+            latency = space.links.seconds(state.to_reduce & ~after.to_reduce, 0)
             least = trail.seconds + latency + self.bound(after)
             if least < self.cost_to_beat and not self.is_over():
                 self.priced += 1
-                self.push(trail.extended_by([reduce_scatter(space, here, after)]))
+                self.push(trail.extended_by([reduce_scatter(space, state, after)]))
 
-    def nearest(self, here: State) -> list[tuple[float, State]]:
+    def nearest(self, state: State) -> list[tuple[float, State]]:
         """Return states with the same axes to reduce and make partial, nearest to the goal first."""
-        key = (here.to_reduce, here.to_make_partial, here.to_rescale)
+        key = (state.to_reduce, state.to_make_partial, state.to_rescale)
         nearest = self.nearest_states.get(key)
         if nearest is None:
             space = self.space
-            axes = space.moving(here) & ~here.to_reduce
+            axes = space.moving(state) & ~state.to_reduce
             states = [space.state(dims, *key) for dims in self.candidates.inside(space.whole, axes)]
-            nearest = sorted([(self.bound(state), state) for state in states], key=itemgetter(0))
+            nearest = sorted([(self.bound(other), other) for other in states], key=itemgetter(0))
             self.nearest_states[key] = nearest
         return nearest
 
@@ -360,29 +360,29 @@ class _Search:
         Also push the path after its conversion to the destination's partials. If nothing is
         pending, record the complete path that goes straight to the goal.
         """
-        seconds, here, edges = trail
-        bound = seconds + self.bound(here)
+        seconds, state, edges = trail
+        bound = seconds + self.bound(state)
         # No path through this state beats the paths found.
         if bound >= self.cost_to_beat:
             return trail
         # A path to this state that is not slower has been pushed before.
-        if self.reached.get(here, inf) <= seconds:
+        if self.reached.get(state, inf) <= seconds:
             return trail
         if self.exceeds_memory(edges):
             return trail
-        self.reached[here] = seconds
-        if not here.partials_done:
-            conversion = convert_partials(self.space, here)
+        self.reached[state] = seconds
+        if not state.partials_done:
+            conversion = convert_partials(self.space, state)
             if conversion:
                 self.push(trail.extended_by(conversion))
-        elif not here.to_reduce:
+        elif not state.to_reduce:
             self.priced += 1
-            to_goal = reshard(self.space, here, self.space.goal)
+            to_goal = reshard(self.space, state, self.space.goal)
             self.record_plan(trail.extended_by(to_goal))
             # The path with one more collective has just been recorded. Other paths need at least
             # two, unless they slice by free axes before the one collective. Slices are varied in
             # this way only if all layouts are considered.
-            free_axes = self.space.moving(here) & ~here.sharding_axes
+            free_axes = self.space.moving(state) & ~state.sharding_axes
             if not (self.candidates.complete and free_axes):
                 bound += self.least_latency
         if bound < self.cost_to_beat:

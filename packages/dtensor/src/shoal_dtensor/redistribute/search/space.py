@@ -239,13 +239,13 @@ class Space:
             dims.append(sharded)
         return tuple(dims)
 
-    def moving(self, here: State) -> int:
+    def moving(self, state: State) -> int:
         """Return the axes that may still change: all but those that are partial as in `dst`."""
         # Example: for [P, S(0)] -> [P, R] it is axis 1, 0b10.
-        final = self.partial & ~(here.to_reduce | here.to_make_partial)
+        final = self.partial & ~(state.to_reduce | state.to_make_partial)
         return self.multi_rank_axes & ~final
 
-    def scattered(self, before: State, dims: Dims) -> State:
+    def after_reduce_scatter(self, before: State, dims: Dims) -> State:
         """Return the state with `dims` after a reduce-scatter over pending axes that shard them."""
         sharding_axes = sum(sharded.mask for sharded in dims)
         to_reduce = before.to_reduce & ~sharding_axes
@@ -381,22 +381,22 @@ class Candidates:
             found += product(*shardings)
         return found
 
-    def scattered(self, here: State) -> Dims:
+    def dims_after_reduce_scatter(self, state: State) -> Dims:
         """Return the layout with pending axes on their dims of the goal, inside the other axes."""
         dims = []
-        for old, (_, goal) in zip(here.dims, self.ends, strict=True):
-            pending = [axis for axis in goal.axes if has_axis(here.to_reduce, axis)]
+        for old, (_, goal) in zip(state.dims, self.ends, strict=True):
+            pending = [axis for axis in goal.axes if has_axis(state.to_reduce, axis)]
             dims.append(self._divide(old, pending)[-1])
         return tuple(dims)
 
-    def settled(self, here: State, axes: int, *, nested: bool) -> Dims:
+    def dims_settled_on(self, state: State, axes: int, *, nested: bool) -> Dims:
         """Return the layout with these axes as in the goal and the other axes as they are.
 
         On one dim, the other axes are inside these axes (`nested`), or all axes are in ascending
         order.
         """
         dims = []
-        for whole, old, (_, goal) in zip(self.space.whole, here.dims, self.ends, strict=True):
+        for whole, old, (_, goal) in zip(self.space.whole, state.dims, self.ends, strict=True):
             # Example: the dim is sharded by axis 1, in the goal by axis 0, and axis 0 is settled.
             # The order is [0], then [0, 1].
             order = [axis for axis in goal.axes if has_axis(axes, axis)]

@@ -134,9 +134,9 @@ def _unique(local_call: LocalCall, spec: Spec, axes: tuple[int, ...]) -> LocalFu
         values, inverse = torch.unique(values, return_inverse=True)
         total = torch.zeros(len(values), dtype=counts.dtype, device=x.device)
         total.index_add_(0, inverse, counts)
-        nothing = x.new_empty(0, dtype=torch.int64)
-        counts_of_all = total if counted else nothing
-        return (values, nothing, counts_of_all)[:count]
+        no_indices = x.new_empty(0, dtype=torch.int64)
+        counts_of_all = total if counted else no_indices
+        return (values, no_indices, counts_of_all)[:count]
 
     return run
 

@@ -370,8 +370,8 @@ class _Writes(NamedTuple):
             elsewhere = count % x.shape[dim]
             positions.append(torch.where(self.is_local, position, elsewhere))
         # Adding -0.0 does not change any value, whereas adding 0.0 would change -0.0.
-        nothing = self.rows.new_full((), -0.0)
-        rows = torch.where(self._column(), self.rows, nothing)
+        zero = self.rows.new_full((), -0.0)
+        rows = torch.where(self._column(), self.rows, zero)
         return self._replace(positions=positions, rows=rows)
 
     def put_in(self, x: Tensor) -> _Writes:

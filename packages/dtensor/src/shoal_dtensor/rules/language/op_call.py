@@ -383,9 +383,9 @@ class OpCall:
         Indices beyond the inputs are `out=` arguments: for an operator with two inputs, 2 is the
         first of them.
         """
-        none = (None,) * len(self.outputs)
+        no_alias = (None,) * len(self.outputs)
         if not any(self.schema.returned_inputs):
-            return none
+            return no_alias
         index = {}
         for name, place in self.places.items():
             if len(place) == 1:
@@ -393,7 +393,7 @@ class OpCall:
         for i, name in enumerate(self.schema.outs):
             index[name] = len(self.tensors) + i
         owners = [index.get(owner) if owner else None for owner in self.schema.returned_inputs]
-        return tuple(owners) if len(owners) == len(self.outputs) else none
+        return tuple(owners) if len(owners) == len(self.outputs) else no_alias
 
     @property
     def has_data_dependent_shape(self) -> bool:
@@ -459,15 +459,15 @@ class OpCall:
             results += self._entries(name, entry, len(place))
         return Row(tuple(inputs), tuple(results), even, traffic, ordered=ordered)
 
-    def _entries(self, name: str, given: Entry | Sequence[Entry], count: int) -> Sequence[Entry]:
+    def _entries(self, name: str, entries: Entry | Sequence[Entry], count: int) -> Sequence[Entry]:
         """Return the entries of `count` tensors, given one for all or a sequence."""
-        if not isinstance(given, list | tuple):
-            return [given] * count  # type: ignore[list-item]  # the only sequences are lists and tuples
-        if len(given) != count:
+        if not isinstance(entries, list | tuple):
+            return [entries] * count  # type: ignore[list-item]  # the only sequences are lists and tuples
+        if len(entries) != count:
             raise ArgumentValueError(
-                f"{self.op}: {name!r} is a list of {count} tensors, got {len(given)} entries"
+                f"{self.op}: {name!r} is a list of {count} tensors, got {len(entries)} entries"
             )
-        return given
+        return entries
 
     def linear(self, *names: str) -> Iterator[Row]:
         """Yield the rows in which one given argument and all results are sums or averages."""

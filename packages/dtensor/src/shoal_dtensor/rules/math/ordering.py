@@ -202,10 +202,10 @@ def cumulative(call: OpCall) -> Iterator[Row]:
 Scan = tuple[Tensor, ...]
 
 
-def _extreme(wins: Callable[[Tensor, Tensor], Tensor], before: Scan, here: Scan) -> Scan:
+def _extreme(wins: Callable[[Tensor, Tensor], Tensor], before: Scan, current: Scan) -> Scan:
     """Return the running extreme and its index; the last of equal values wins, NaN beats all."""
     end, place = before
-    values, indices = here
+    values, indices = current
     # NaN differs from itself.
     end_is_number = end == end
     is_nan = values != values
@@ -215,9 +215,9 @@ def _extreme(wins: Callable[[Tensor, Tensor], Tensor], before: Scan, here: Scan)
 
 # Functions that combine the end of the scan of all shards before with the scan of one shard alone.
 _SCANS: dict[str, Callable[[Scan, Scan], Scan]] = {
-    "cumsum": lambda before, here: (before[0] + here[0],),
-    "cumprod": lambda before, here: (before[0] * here[0],),
-    "logcumsumexp": lambda before, here: (torch.logaddexp(before[0], here[0]),),
+    "cumsum": lambda before, current: (before[0] + current[0],),
+    "cumprod": lambda before, current: (before[0] * current[0],),
+    "logcumsumexp": lambda before, current: (torch.logaddexp(before[0], current[0]),),
     "cummax": partial(_extreme, torch.ge),
     "cummin": partial(_extreme, torch.le),
 }

@@ -244,12 +244,12 @@ def _unbind(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
         local_rows = aten.unbind.int(x, dim)
         # Empty results are parts of `x`, because the graphs of compiled code must use `x` on all
         # ranks.
-        nothing = x.narrow(0, 0, 0)
+        empty = x.narrow(0, 0, 0)
         results = []
         for i, shape in enumerate(shapes):
             position = i - first
             is_local = 0 <= position < count
-            results.append(local_rows[position] if is_local else nothing.reshape(shape))
+            results.append(local_rows[position] if is_local else empty.reshape(shape))
         return results
 
     return run

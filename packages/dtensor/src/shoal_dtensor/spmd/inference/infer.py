@@ -76,7 +76,7 @@ def infer_types(
     by_rule: list[MeshAxis] = []
     for axis in axes:
         kinds = {operand.on(axis) for operand in call.operands}
-        is_local = axis in varying and V in {local_type(kind) for kind in kinds}
+        is_local = axis in varying and V in {local_type(axis_type) for axis_type in kinds}
         in_parts = None if is_local else results_in_parts(call, axis)
         if in_parts is not None:
             found[axis] = in_parts
@@ -125,10 +125,10 @@ def _common_type(types: Sequence[TensorType]) -> TensorType:
     if all(other == first for other in types):
         return first
     by_axis: dict[MeshAxis, AnyAxisType] = {}
-    for axis, kind in first.by_axis.items():
-        agrees = all(other.by_axis[axis] is kind for other in types)
-        by_axis[axis] = kind if agrees else V
-    ambiguous = {axis for axis, kind in by_axis.items() if kind is V}
+    for axis, axis_type in first.by_axis.items():
+        agrees = all(other.by_axis[axis] is axis_type for other in types)
+        by_axis[axis] = axis_type if agrees else V
+    ambiguous = {axis for axis, axis_type in by_axis.items() if axis_type is V}
     kept = [(dim, listed) for dim, listed in first.order if ambiguous.isdisjoint(listed)]
     return TensorType(by_axis, tuple(kept))
 

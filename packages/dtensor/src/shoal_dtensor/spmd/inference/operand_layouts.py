@@ -195,14 +195,14 @@ def type_of_memory(call: LocalOperatorCall) -> TensorType:
     assert operand.tensor_type is not None, "a call on types"
     shape = call.outputs[0].shape
     found = operand.tensor_type
-    for axis, kind in operand.tensor_type.by_axis.items():
-        if kind in (R, I, V):
+    for axis, axis_type in operand.tensor_type.by_axis.items():
+        if axis_type in (R, I, V):
             continue
-        if not isinstance(kind, Shard):
+        if not isinstance(axis_type, Shard):
             # memory holds no addends yet
             found = found.with_axis(axis, R)
             continue
-        dim = kind.dim
+        dim = axis_type.dim
         keeps_size = dim < len(shape) and shape[dim] == operand.meta.shape[dim]
         if not keeps_size:
             found = found.with_axis(axis, R)

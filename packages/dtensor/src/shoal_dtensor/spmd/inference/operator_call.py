@@ -37,10 +37,10 @@ class Operand(NamedTuple):
             return False
         return self.meta.shape[dim] > 1 and self.meta.stride[dim] == 0
 
-    def with_type_on(self, axis: MeshAxis, kind: AnyAxisType) -> Operand:
+    def with_type_on(self, axis: MeshAxis, axis_type: AnyAxisType) -> Operand:
         """Return the operand with another type on an axis."""
         assert self.tensor_type is not None, "a constant has no type"
-        return self._replace(tensor_type=self.tensor_type.with_axis(axis, kind))
+        return self._replace(tensor_type=self.tensor_type.with_axis(axis, axis_type))
 
 
 class LocalOperatorCall(NamedTuple):

@@ -65,12 +65,12 @@ def results_in_parts(call: LocalOperatorCall, axis: MeshAxis) -> list[AnyAxisTyp
     return _types_of_results(call, typed, axis) or _refuse(call, axis)
 
 
-def _is_replicated(kind: AnyAxisType) -> bool:
-    return kind.is_replicated if isinstance(kind, Parts) else kind in (R, I)
+def _is_replicated(axis_type: AnyAxisType) -> bool:
+    return axis_type.is_replicated if isinstance(axis_type, Parts) else axis_type in (R, I)
 
 
-def _has_parts(kind: AnyAxisType) -> bool:
-    return isinstance(kind, Parts)
+def _has_parts(axis_type: AnyAxisType) -> bool:
+    return isinstance(axis_type, Parts)
 
 
 def _types_of_results(
@@ -94,7 +94,7 @@ def _types_of_results(
 
 def _dim_of_parts(kinds: Iterable[AnyAxisType]) -> int:
     """Return the dim of the first type with parts."""
-    return next(kind.dim for kind in kinds if isinstance(kind, Parts))
+    return next(axis_type.dim for axis_type in kinds if isinstance(axis_type, Parts))
 
 
 def _type_of_concatenation(call: LocalOperatorCall, axis: MeshAxis) -> AnyAxisType | None:
@@ -102,11 +102,11 @@ def _type_of_concatenation(call: LocalOperatorCall, axis: MeshAxis) -> AnyAxisTy
     dim = _concatenated_dim(call)
     runs: list[Run] = []
     for operand in call.operands:
-        kind = operand.on(axis)
-        if isinstance(kind, Parts) and kind.dim == dim and kind.is_replicated:
-            runs.extend(kind.runs)
-        elif kind in (R, I):
-            runs.append((operand.meta.shape[dim], kind))
+        axis_type = operand.on(axis)
+        if isinstance(axis_type, Parts) and axis_type.dim == dim and axis_type.is_replicated:
+            runs.extend(axis_type.runs)
+        elif axis_type in (R, I):
+            runs.append((operand.meta.shape[dim], axis_type))
         else:
             return None
     return joined_type(dim, runs)
@@ -140,7 +140,7 @@ def _types_of_views(
     except (ShoalTensorError, RuntimeError):
         return None
     found = [_type_of_view(view, parts) for view in views]
-    listed: list[AnyAxisType] = [kind for kind in found if kind is not None]
+    listed: list[AnyAxisType] = [axis_type for axis_type in found if axis_type is not None]
     return listed if len(listed) == len(found) else None
 
 
@@ -167,7 +167,7 @@ def _type_of_view(view: torch.Tensor, parts: Parts) -> AnyAxisType | None:
 def _refuse(call: LocalOperatorCall, axis: MeshAxis) -> NoReturn:
     """Raise the error about an operator that mixes parts."""
     kinds: Sequence[Any] = [operand.on(axis) for operand in call.operands]
-    parts = next(kind for kind in kinds if isinstance(kind, Parts))
+    parts = next(axis_type for axis_type in kinds if isinstance(axis_type, Parts))
     sizes = [size for size, _ in parts.runs]
     reason = (
         "the gradient of an R part is a partial sum and the gradient of an I part is complete"

@@ -168,11 +168,13 @@ class Parts(AxisType):
     @property
     def is_replicated(self) -> bool:
         """True if all parts are equal on all ranks."""
-        return all(kind in (R, I) for _, kind in self.runs)
+        return all(axis_type in (R, I) for _, axis_type in self.runs)
 
     def backward_type(self) -> Parts:
         """Return the type of the gradient, whose parts are the gradients of the parts."""
-        return Parts(self.dim, tuple([(size, kind.backward_type()) for size, kind in self.runs]))
+        return Parts(
+            self.dim, tuple([(size, axis_type.backward_type()) for size, axis_type in self.runs])
+        )
 
     def between(self, first: int, last: int, dim: int) -> tuple[Run, ...] | None:
         """Return the parts of the elements from `first` to before `last`; None if one is incomplete.
@@ -186,12 +188,12 @@ class Parts(AxisType):
         """
         found: list[Run] = []
         begin = 0
-        for size, kind in self.runs:
+        for size, axis_type in self.runs:
             end = begin + size
             common = min(end, last) - max(begin, first)
-            if 0 < common < size and kind not in (R, I):
+            if 0 < common < size and axis_type not in (R, I):
                 return None
-            moved = Shard(dim) if isinstance(kind, Shard) else kind
+            moved = Shard(dim) if isinstance(axis_type, Shard) else axis_type
             if common > 0:
                 found.append((common, moved))
             begin = end
@@ -200,8 +202,8 @@ class Parts(AxisType):
     def __repr__(self) -> str:
         begin = 0
         texts = []
-        for size, kind in self.runs:
-            texts.append(f"{kind}[{begin}:{begin + size}]")
+        for size, axis_type in self.runs:
+            texts.append(f"{axis_type}[{begin}:{begin + size}]")
             begin += size
         return f"{' '.join(texts)} along dim {self.dim}"
 
@@ -235,11 +237,11 @@ def joined_type(dim: int, runs: Sequence[Run]) -> AnyAxisType:
         I
     """
     merged: list[Run] = []
-    for size, kind in runs:
-        if merged and merged[-1][1] is kind and kind in (R, I):
-            merged[-1] = (merged[-1][0] + size, kind)
+    for size, axis_type in runs:
+        if merged and merged[-1][1] is axis_type and axis_type in (R, I):
+            merged[-1] = (merged[-1][0] + size, axis_type)
         elif size > 0:
-            merged.append((size, kind))
+            merged.append((size, axis_type))
     if not merged:
         # without elements, R and I are the same
         return R

@@ -327,11 +327,11 @@ def _smallest_group(
 ) -> tuple[list[MeshAxis], list[MeshAxis]] | None:
     """Return the smallest group of each side that join the same ranks; None if there are none."""
     for count in range(1, len(left) + len(right)):
-        for some in _subsets(left, count):
-            flat = flatten_axes(some)
+        for subset in _subsets(left, count):
+            flat = flatten_axes(subset)
             for others in _subsets(right, count):
                 if flatten_axes(others) == flat:
-                    return [*some], [*others]
+                    return [*subset], [*others]
     return None
 
 

@@ -280,7 +280,9 @@ def _merged_order(
         axes = [axis for axis, axis_type in merged.items() if axis_type is Shard(dim)]
         if len(axes) == 1:
             continue
-        candidates = [kind.dims[dim] for kind in (old, new) if dim in kind.dims]
+        candidates = [
+            tensor_type.dims[dim] for tensor_type in (old, new) if dim in tensor_type.dims
+        ]
         complete = [listed for listed in candidates if len(listed) == len(axes)]
         if len(complete) < len(candidates) or len({*complete}) != 1:
             raise SpmdTypeError(
