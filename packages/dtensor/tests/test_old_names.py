@@ -1,4 +1,4 @@
-"""Old names of classes that others replaced.  Covers: errors.py, rules/__init__.py."""
+"""Old names of classes that others replaced.  Covers: errors.py, rules/__init__.py, op_call.py."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from shoal_dtensor import errors, rules
+from shoal_dtensor.layout.tensor_meta import TensorMeta
 from shoal_dtensor.optim.local_step import local_step
 
 
@@ -20,3 +21,10 @@ def test_old_names_catch_what_they_caught() -> None:
             old_error = getattr(rules, name)
         with pytest.raises(old_error, match="one arrow"):
             rules.parse("i j")
+
+
+def test_the_old_name_of_the_arguments_of_a_call() -> None:
+    vector = TensorMeta((3,), (1,), torch.float32)
+    call = rules.OpCall(torch.ops.aten.relu.default, (vector,), {}, (vector,), (vector,))
+    with pytest.deprecated_call(match="OpCall.bound is now OpCall.arguments"):
+        assert call.bound == call.arguments == {"self": vector}

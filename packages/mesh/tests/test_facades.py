@@ -6,7 +6,7 @@ import pytest
 
 import shoal_mesh
 from shoal_mesh.errors import MeshError
-from shoal_mesh.facades import replaced_names
+from shoal_mesh.facades import OldAttribute, replaced_names
 
 NAME = shoal_mesh.__name__  # also in a host that vendors it
 AROUND = NAME.removesuffix("shoal_mesh")
@@ -39,3 +39,12 @@ def test_an_old_name_gives_the_class_that_replaces_it() -> None:
         assert old_name("RingError") is MeshError
     with pytest.raises(AttributeError, match="module 'shapes' has no attribute 'StarError'"):
         old_name("StarError")
+
+
+def test_an_old_attribute_gives_the_one_that_replaces_it() -> None:
+    class Ring:
+        members = 3
+        count = OldAttribute("members")
+
+    with pytest.warns(DeprecationWarning, match=r"Ring.count is now Ring.members"):
+        assert Ring().count == 3

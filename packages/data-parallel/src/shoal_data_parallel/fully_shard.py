@@ -252,7 +252,7 @@ def _check_own(modules: Sequence[nn.Module], params: Sequence[nn.Parameter]) -> 
     owners = [
         owner for module in modules for owner in owners_of(module) if owner.made_by == "replicate"
     ]
-    replicated = {id(param) for owner in owners for param in owner.held()}
+    replicated = {id(param) for owner in owners for param in owner.held_parameters()}
     if any(id(param) in replicated for param in params):
         raise LayoutError(
             "fully_shard: a parameter was passed to replicate() already; to shard and replicate, "

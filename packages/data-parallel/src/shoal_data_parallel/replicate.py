@@ -259,7 +259,7 @@ def _install(state: Replicas, module: Any, src_data_rank: int | None) -> None:
     axes = state.axes
     state.check()
     check_same_parameters("replicate", module.named_parameters(), axes)
-    tensors = [*state.held(), *module.buffers()]
+    tensors = [*state.held_parameters(), *module.buffers()]
     _send_values(tensors, axes, src_data_rank)
     # Shards are not sent later: random operators fill a DTensor as on one device.
     if not axes.num_sharding_axes and any(local_of(tensor).is_meta for tensor in tensors):
@@ -271,8 +271,8 @@ def _install(state: Replicas, module: Any, src_data_rank: int | None) -> None:
     state.attach()
     vars(module)[_STATE] = state
     module.__class__ = with_methods(ReplicateModule, module.__class__)
-    module.register_forward_pre_hook(state.before, prepend=True, with_kwargs=True)
-    module.register_forward_hook(state.after, always_call=True)
+    module.register_forward_pre_hook(state.prepare_forward, prepend=True, with_kwargs=True)
+    module.register_forward_hook(state.end_forward, always_call=True)
     watch_draws(module, axes.mesh)
 
 
@@ -348,7 +348,7 @@ class Replicas(Reducer):
         for bucket in self.gradients.buckets:
             bucket.drop_kept()
 
-    def held(self) -> list[nn.Parameter]:
+    def held_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that it replicates, or their shards."""
         others = set(map(id, self.ignored))
         for child in self.module.modules():
@@ -370,7 +370,7 @@ class Replicas(Reducer):
         if not self.axes.num_sharding_axes:
             return
         sites_of: dict[int, tuple[nn.Parameter, list[Site]]] = {
-            id(param): (param, []) for param in self.held()
+            id(param): (param, []) for param in self.held_parameters()
         }
         for owner in self.module.modules():
             for name, param in owner._parameters.items():
@@ -393,10 +393,10 @@ class Replicas(Reducer):
             id(param)
             for owner in owners
             if owner.made_by == "fully_shard"
-            for param in owner.held()
+            for param in owner.held_parameters()
         }
-        check_plain_tensors("replicate", self.held())
-        for param in self.held():
+        check_plain_tensors("replicate", self.held_parameters())
+        for param in self.held_parameters():
             check_leaf(param, "replicate: a parameter")
             if isinstance(param, DTensor) and (
                 data & set(param.spec.mesh.axis_names) or id(param) in of_units
@@ -410,7 +410,7 @@ class Replicas(Reducer):
 
     def attach(self) -> None:
         """Have the gradients of the module's present trained parameters averaged."""
-        held = self.held()
+        held = self.held_parameters()
         self._held = [Used(param, param) for param in held]
         if self.axes.num_sharding_axes:
             trained = [replica for replica in self.replicas if replica.adopt()]
@@ -453,7 +453,7 @@ class Replicas(Reducer):
             bucket.watch_writes(self.writes)
         return buckets
 
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def prepare_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Prepare a forward; a hook.
 
         Parameters may have been updated, replaced, frozen or added since the last forward.
@@ -474,7 +474,7 @@ class Replicas(Reducer):
         if self.broadcast_buffers and self.syncs:
             self._send_buffers()
 
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+    def end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """End a forward, and have its outputs begin the backward pass; a hook.
 
         It also runs after a forward that raised.
@@ -554,7 +554,7 @@ class Replicas(Reducer):
         if rank is None or self.axes.mesh.device_type == "meta":
             return
         self.awaited_rank = None
-        _send_values((*self.held(), *self.module.buffers()), self.axes, rank)
+        _send_values((*self.held_parameters(), *self.module.buffers()), self.axes, rank)
 
     @torch.no_grad()
     def _send_buffers(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from types import MappingProxyType
-from typing import Never
+from typing import Any, Never
 
 _NAMES_BY_PACKAGE = {
     "shoal_mesh": "CommDebugMode DeviceMesh init_device_mesh",
@@ -108,6 +108,39 @@ def replaced_names(module: str, replacements: Mapping[str, type]) -> Callable[[s
         return new
 
     return replacement
+
+
+class OldAttribute:
+    """An old name of an attribute of a class, which gives the attribute and a DeprecationWarning.
+
+    Args:
+        new: the name of the attribute now.
+
+    Example:
+        >>> class Circle:
+        ...     radius = 1
+        ...     size = OldAttribute("radius")
+        >>> import warnings
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     Circle().size
+        1
+        >>> print(caught[0].message)
+        Circle.size is now Circle.radius
+    """
+
+    def __init__(self, new: str) -> None:
+        self._new = new
+        self._text = ""
+        self.__doc__ = f"Old name of `{new}`."
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._text = f"{owner.__name__}.{name} is now {owner.__name__}.{self._new}"
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        if instance is None:
+            return self
+        warnings.warn(self._text, DeprecationWarning, stacklevel=2)
+        return getattr(instance, self._new)
 
 
 def _hint(package: str, name: str, instead: Mapping[str, str]) -> str:

@@ -30,7 +30,7 @@ from .collectives.packed import start_packed
 from .collectives.reductions import sums_are_in_tree, tree_sum
 from .differentiable import adjoint_types, linear_collective
 from .events import Event, is_observed, observe, observers, observing, unobserve, unobserved
-from .facades import facade, replaced_names
+from .facades import OldAttribute, facade, replaced_names
 from .fault_words import missing_all_reduce, times_too, too_large, too_small
 from .groups.process_groups import comm_for, comm_of_threads
 from .groups.world import agree, all_gather_objects

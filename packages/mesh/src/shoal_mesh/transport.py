@@ -150,13 +150,13 @@ class Transport(Protocol):
     def broadcast_(self, tensor: Tensor, root: int) -> Handle:
         """Overwrite `tensor` with the one of the group's rank `root`, `one rank -> R`."""
 
-    def packed(
+    def start_packed(
         self,
         kind: str,
         tensors: Sequence[Tensor],
         receive: Receive,
         sizes: Sizes,
-        own: int,
+        own_rank: int,
         op: str,
     ) -> Handle | None:
         """Send many tensors of one dtype in one message in the background.
@@ -164,7 +164,7 @@ class Transport(Protocol):
         Returns None if the caller has to pack them. The kind is "all_gather", "reduce_scatter" or
         "all_reduce". `receive` is called with the arrived tensors, which it has to copy if they
         were gathered. `sizes` has the elements of every rank's block, except for an all-reduce;
-        `own` is the index of this rank's block.
+        `own_rank` is the index of this rank's block.
         """
         return None
 

@@ -168,7 +168,7 @@ class GroupReduction:
             moves = [*zip(sources, targets, strict=True)]
             self._in_flight = redistribute_shards(drained(collected.tensors), moves)
             return
-        scattered = [group.parameters[i].scattered(group.axes) for i in group.trained]
+        scattered = [group.parameters[i].scattered_layout(group.axes) for i in group.trained]
         scattered.append(_scattered_flags(reduced_flags, group.axes))
         scattered = self._on_groups([self._as_sent(layout) for layout in scattered])
         moves = [*zip(sources, scattered, strict=True)]

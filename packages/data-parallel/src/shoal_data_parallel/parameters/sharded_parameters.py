@@ -93,7 +93,7 @@ class ShardedParameter:
             return False
         return self.styled is None or self.styled.mesh.ndim < self.inner.mesh.ndim
 
-    def scattered(self, axes: DataAxes) -> Spec:
+    def scattered_layout(self, axes: DataAxes) -> Spec:
         """Return the layout of gradients that are reduced over the shards, but not the replicas."""
         replicas = axes.mesh.ndim - axes.num_sharding_axes
         shard = (self.shared or self.reduced).with_(dtype=self.reduced.dtype)

@@ -220,10 +220,10 @@ class Unit(Group):
         super().drop_kept()
         self.schedule.context.drop(self)
 
-    def held(self) -> Iterable[Tensor]:
+    def held_parameters(self) -> Iterable[Tensor]:
         return [parameter.leaf for parameter in self.parameters]
 
-    leaves = held
+    leaves = held_parameters
 
     def assign_all(self) -> None:
         """Find the placement and the axes of all parameters of the modules."""

@@ -60,7 +60,7 @@ class UnitBackward:
         self._routes: dict[Forward, GradientRoutes] = {}
         self._hooks = SilentHooks()
 
-    def open(self, forward: Forward, views: Views | None) -> None:
+    def prepare(self, forward: Forward, views: Views | None) -> None:
         """Prepare the backward of one forward.
 
         Its parameters are gathered, and the unit whose backward comes next starts to gather.

@@ -179,7 +179,7 @@ def _open_before_backward(output: Any, forward: Forward, views: Views | None) ->
     """Have the unit gathered when the backward of one of its outputs begins."""
 
     def open_forward(grads: Any) -> None:
-        running_backward().open(forward, views)
+        running_backward().prepare(forward, views)
 
     for tensor in pytree.tree_leaves(output):
         if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
@@ -407,7 +407,7 @@ def _guard(forward: Forward) -> saved_tensors_hooks:
         if not (isinstance(saved, tuple) and saved and saved[0] is forward):
             return saved if outside is None else outside[1](saved)
         if not gathered.has_values:
-            running_backward().open(forward, views)
+            running_backward().prepare(forward, views)
             # `open` does not gather with `set_unshard_in_backward(False)`, or the second time
             forward.unit.gather()
         return saved[1]

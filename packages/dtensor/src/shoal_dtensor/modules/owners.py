@@ -115,7 +115,7 @@ class Owner(Protocol):
     @property
     def keeps_gradients(self) -> bool: ...
     # Return the parameters that its modules hold now.
-    def held(self) -> Iterable[Tensor]: ...
+    def held_parameters(self) -> Iterable[Tensor]: ...
     # Replace shards over the data axes by whole parameters in its modules.
     def give_back(self) -> None: ...
     # Manage, and perhaps shard, the parameters that its modules hold now.
@@ -139,7 +139,7 @@ def owners_of(module: nn.Module) -> list[Owner]:
     """Return the owners of a module's parameters, in parameter order, which all ranks share."""
     owner_of = {}
     for owner in _OWNERS:
-        for param in (*owner.held(), *owner.ignored):
+        for param in (*owner.held_parameters(), *owner.ignored):
             owner_of[id(param)] = owner
     owned = [id(param) for param in module.parameters() if id(param) in owner_of]
     return list(dict.fromkeys(owner_of[key] for key in owned))
@@ -169,7 +169,7 @@ def releasable_owners(module: nn.Module, mesh: DeviceMesh | None = None) -> list
                 "ignored_params: the style would replace them; apply the style before "
                 f"{owner.made_by}"
             )
-        if any(map(has_own_hooks, owner.held())):
+        if any(map(has_own_hooks, owner.held_parameters())):
             raise LayoutError(
                 "a style on a module with parameters that got gradient hooks after "
                 f"{owner.made_by}: the style would replace the parameters; register hooks after all "

@@ -133,7 +133,7 @@ class DrawRegion(ModuleForward):
         if watch is None:
             if is_compiling():
                 return _uncompiled(self, args, kwargs)
-            return self.watched(args, kwargs)
+            return self.run_watched(args, kwargs)
         # Outside of backward, this is not a recomputation.
         if not in_backward():
             with unwatched_functions():
@@ -150,7 +150,7 @@ class DrawRegion(ModuleForward):
             return type(module).forward(module, *args, **kwargs)
         return self.inner(*args, **kwargs)
 
-    def watched(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def run_watched(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the module's forward under a watch of its own."""
         recomputes = in_backward()
         lowered = _lowered_forwards(self.module)
@@ -215,7 +215,7 @@ class DrawRegion(ModuleForward):
 
 
 # A watch follows single calls, so a watched forward runs uncompiled.
-_uncompiled: Any = eager_only(DrawRegion.watched)
+_uncompiled: Any = eager_only(DrawRegion.run_watched)
 
 
 def _plain_tensors_by_key(

@@ -81,7 +81,7 @@ class Watch(FunctionMode):
                 name, func, args, kwargs, [each for each in out if isinstance(each, Tensor)]
             )
         elif name == "__setitem__":
-            self.written(name, args[0], args[1:])
+            self.note_write(name, args[0], args[1:])
         return out
 
     # --- inputs -----------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ class Watch(FunctionMode):
                 )
                 continue
             for mesh in along:
-                note_layout(tensor, self.placed(tensor, self.axes[mesh], shard, tensor))
+                note_layout(tensor, self.layout_with_shard(tensor, self.axes[mesh], shard, tensor))
 
     # --- layouts of results -----------------------------------------------------------------------
 
@@ -133,14 +133,14 @@ class Watch(FunctionMode):
                     note_layout(out, PLAIN)
             return
         if len(outs) == 1 and any(outs[0] is tensor for tensor in tensors):
-            self.written(name, outs[0], tensors)
+            self.note_write(name, outs[0], tensors)
             return
         shards = [*map(local_of, outs)]
         out_layouts = followed(name, func, args, kwargs, outs=shards, layouts=layouts)
         for out, layout in zip(outs, out_layouts, strict=True):
             note_layout(out, layout)
 
-    def written(self, name: str, target: Tensor, sources: Sequence[Any]) -> None:
+    def note_write(self, name: str, target: Tensor, sources: Sequence[Any]) -> None:
         """Note that a function wrote to a tensor, whose layout may become unknown.
 
         If the tensor was not known to be sharded, its layout is unknown from now on.
@@ -224,7 +224,9 @@ class Watch(FunctionMode):
         # On a mesh of one axis, a DTensor draws by itself.
         if self.mesh.ndim > 1 or not isinstance(local, DTensor):
             axis = self.axes[spec.mesh]
-            note_layout(local, self.placed(local_of(local), axis, shard_of(spec, 0), source))
+            note_layout(
+                local, self.layout_with_shard(local_of(local), axis, shard_of(spec, 0), source)
+            )
 
     def _output(
         self,
@@ -257,7 +259,7 @@ class Watch(FunctionMode):
                 is_same_here = input_sizes[forward.mesh.comm(0).rank] == result.shape[dim]
                 sizes = input_sizes if is_same_here else None
             shard = Shard(dim, sizes=sizes)
-        return self.placed(result, axis, shard, source)
+        return self.layout_with_shard(result, axis, shard, source)
 
     def _fused_output(
         self,
@@ -273,7 +275,7 @@ class Watch(FunctionMode):
         for sizes in blocks:
             local = result.narrow(-1, 0, sizes[forward.mesh.comm(0).rank])
             shard = Shard(result.ndim - 1, sizes=sizes)
-            placed = self.placed(local, self.axes[forward.mesh], shard, source)
+            placed = self.layout_with_shard(local, self.axes[forward.mesh], shard, source)
             if placed.spec is None:
                 return placed
             specs.append(placed.spec)
@@ -283,7 +285,7 @@ class Watch(FunctionMode):
             unknown="it holds shards of several blocks; split them first", blocks=tuple(specs)
         )
 
-    def placed(
+    def layout_with_shard(
         self, local: Tensor, axis: int, shard: AnyShard | None, source: Tensor | None
     ) -> LocalLayout:
         """Return the layout of a local tensor with `shard` along one axis.

@@ -438,7 +438,7 @@ class Halos:
             return {}
         spatial = len(self.shape) - count
         paddings: dict[str, list[int]] = {}
-        for name in call.bound:
+        for name in call.arguments:
             if name in ("padding", "output_padding"):
                 paddings[name] = per_dim(call, name, count)
                 for dim in self.exchanges:

@@ -242,7 +242,7 @@ class ParameterGradientHook:
         obey("the gradient of a leaf", self.spec, plan)
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return apply(Redistribute, gradient, self.cls, target, (None, None), False)
-        return running_pass().part(GradientBatch).moved(self.cls, gradient, plan)
+        return running_pass().part(GradientBatch).move(self.cls, gradient, plan)
 
 
 @dataclass(slots=True, eq=False)
@@ -297,7 +297,7 @@ class GradientBatch(CoalescedBatch):
     # bytes of the reductions requested since the last flush
     bytes: int = 0
 
-    def moved(self, cls: Any, grad: Any, plan: Plan) -> Any:
+    def move(self, cls: Any, grad: Any, plan: Plan) -> Any:
         """Return a gradient that moves by a plan, together with others if its message is small.
 
         It moves at its first use, when the batch is full, or at the end of the pass. A gradient

@@ -472,7 +472,7 @@ def _format_call(call: OpCall) -> str:
         dtype = str(tensor.dtype).removeprefix("torch.")
         shapes.append(f"{dtype}{list(tensor.shape)}")
     others = {}
-    for name, value in call.bound.items():
+    for name, value in call.arguments.items():
         has_tensors = next(flatten(value), None) is not None
         if not has_tensors and value not in (None, [], False):
             others[name] = value

@@ -141,7 +141,9 @@ def _start_message(
         if order is not None:
             sizes_in_group = [sizes[index] for index in calls.group_to_index(comm)]
         carrier = calls.carrier_of(comm, tensors[0], op)
-        pending.work = carrier.packed(kind, tensors, receive, sizes_in_group, own=comm.rank, op=op)
+        pending.work = carrier.start_packed(
+            kind, tensors, receive, sizes_in_group, own_rank=comm.rank, op=op
+        )
         if pending.work is not None:
             return pending
     arriving = [sizes[comm.rank]] if kind == "reduce_scatter" else list(sizes)

@@ -259,7 +259,7 @@ class _Comparison:
         error_text, ranks = json.loads(self._read("error") or '["", []]')
         if error_text:
             return LockstepError(error_text, tuple(ranks))
-        gone = absent.gone()
+        gone = absent.absent_ranks()
         if not gone and waited <= self._timeout:
             return None
         arrived = [rank for rank in comm.ranks if rank not in missing]
@@ -290,7 +290,7 @@ class _AbsentRanks(NamedTuple):
         """Return whether a rank has left the lockstep block."""
         return self.states[rank].startswith("left")
 
-    def gone(self) -> list[int]:
+    def absent_ranks(self) -> list[int]:
         """Return the ranks that cannot arrive: they have left the block, or have ended."""
         ended = {rank for rank, state in self.lost.items() if state.endswith(_ENDS)}
         return [rank for rank in self.ranks if self.has_left(rank) or rank in ended]

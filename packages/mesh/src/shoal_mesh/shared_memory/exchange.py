@@ -76,13 +76,13 @@ class SharedMemoryTransport(Transport):
     ) -> StepwiseWork:
         return self._stream.start(_exchange(self._stream, flat, out, send, receive=receive))
 
-    def packed(
+    def start_packed(
         self,
         kind: str,
         tensors: Sequence[Tensor],
         receive: Receive,
         sizes: Sizes,
-        own: int,
+        own_rank: int,
         op: str,
     ) -> Handle | None:
         if not all(is_carried(tensor, op) and _has_number(tensor) for tensor in tensors):
@@ -93,7 +93,7 @@ class SharedMemoryTransport(Transport):
             stream = self._channel.background["reductions"]
         if kind == "all_reduce":
             return stream.start(all_reduce_packed(stream, tensors, op, receive))
-        message = PackedMessage(stream, kind, sizes, own, op=op)
+        message = PackedMessage(stream, kind, sizes, own_rank, op=op)
         return stream.start(exchange_packed(message, tensors, receive))
 
 

@@ -397,7 +397,7 @@ class ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of
             "dicts of them (for a model of transformers: use_cache=False)"
         )
 
-    def placed(self, name: str, like: Tensor, spec: Spec) -> Any:
+    def record_input(self, name: str, like: Tensor, spec: Spec) -> Any:
         """Return a DTensor without memory for a parameter or an input, and record its value."""
         if not spec.even:
             raise EmissionError(f"emit: the mesh does not divide {name}, {spec!r}")
@@ -490,7 +490,7 @@ def record(
     fake = FakeTensorMode(allow_non_fake_inputs=False)
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     with fake:
-        weights = {name: recorder.placed(name, t, specs[name]) for name, t in tensors.items()}
+        weights = {name: recorder.record_input(name, t, specs[name]) for name, t in tensors.items()}
         for name, placed in weights.items():
             trace.parameters[name] = recorder.value_of(placed._local_tensor)
             trace.parameters[name].parameter = name
@@ -498,7 +498,7 @@ def record(
         trace.arguments = tuple(inputs)
         for name, value in inputs.items():
             if isinstance(value, Tensor):
-                arguments[name] = recorder.placed(name, value, specs[name])
+                arguments[name] = recorder.record_input(name, value, specs[name])
                 trace.inputs[name] = recorder.value_of(arguments[name]._local_tensor)
                 trace.inputs[name].is_input = True
                 trace.inputs[name].hint = name

@@ -191,10 +191,10 @@ class RoutedExperts(Lowered):
         # and outputs partial.
         self.tensor: Comm | None = self.mesh.comm(1) if self.mesh.ndim > 1 else None
         all_axes = self.comm if self.tensor is None else self.mesh.comm((0, 1))
-        self.shared: Comm | None = self.tensor if self.sharded else all_axes
+        self.shared: Comm | None = self.tensor if self.has_sharded_tokens else all_axes
 
     @property
-    def sharded(self) -> bool:
+    def has_sharded_tokens(self) -> bool:
         """True if the ranks along the axis have different tokens."""
         return isinstance(self.sharding.input_port().desired, Shard)
 
@@ -236,7 +236,7 @@ class RoutedExperts(Lowered):
                     f"{self.sharding.style}: on two axes the input must be a plain tensor, got "
                     f"{x.spec}"
                 )
-            grad = self.port_in.desired if self.sharded else Partial()
+            grad = self.port_in.desired if self.has_sharded_tokens else Partial()
             x = local_input(x, self.port_in, self.mesh, grad=grad)
         elif self.shared is not None:
             x = copy(x, self.shared)
@@ -268,9 +268,9 @@ class RoutedExperts(Lowered):
         if self.experts.capacity is not None:
             total = sum(rank.rows for rank in ranks)
             counts = within_capacity(counts, self.experts.capacity, total)
-        rank = self.comm.rank if self.sharded else 0
+        rank = self.comm.rank if self.has_sharded_tokens else 0
         pairs = first_pairs(pairs, ranks[rank].bounds, counts[rank])
-        if not self.sharded:
+        if not self.has_sharded_tokens:
             # Keep the pairs of this rank's experts. Example: 2 0 1 pairs of three experts, of which
             # this rank has 1:3 -> pairs[2:3].
             first = sum(counts[0][: self.own_experts.start])
@@ -297,7 +297,7 @@ class RoutedExperts(Lowered):
                 f"{self.experts.count} experts, {len(rows)} rows in all, got {sizes.tolist()}"
             )
         counts = [counts_of(rank.bounds) for rank in ranks]
-        if self.sharded:
+        if self.has_sharded_tokens:
             used = ranks[self.comm.rank].bounds[-1]
             out = self.run_experts(rows.narrow(0, 0, used), counts)
             unused = len(rows) - used
@@ -314,7 +314,7 @@ class RoutedExperts(Lowered):
 
         The host waits for the device only here.
         """
-        if not self.sharded:
+        if not self.has_sharded_tokens:
             return [_RankBounds(bounds.tolist(), rows)]
         sent = torch.cat([bounds, bounds.new_full((1,), rows)])
         received = all_gather(sent, self.comm).view(self.comm.size, -1).tolist()
@@ -326,7 +326,7 @@ class RoutedExperts(Lowered):
         If tokens are sharded, the rows are this rank's rows for all experts. If tokens are
         replicated, they are all rows for this rank's experts.
         """
-        if not self.sharded:
+        if not self.has_sharded_tokens:
             return self.compute(rows, [counts[0][self.own_experts.start : self.own_experts.stop]])
         exchange = ExpertExchange.of(counts, self.per_rank, self.comm)
         beside = self.beside() if self.beside is not None else None
@@ -416,7 +416,7 @@ class OverlappedBlock(DTensorForward):
         members = self.sharding.options_of(BlockMembers)
         block = self.module
         experts = lowered_of(block.get_submodule(members.experts))
-        if not isinstance(experts, RoutedExperts) or not experts.sharded:
+        if not isinstance(experts, RoutedExperts) or not experts.has_sharded_tokens:
             raise LayoutError(
                 f"SharedExpertOverlap: {members.experts} of {type(block).__name__} does not "
                 "dispatch tokens; give it ExpertParallel() with input_layouts=Shard(0), or leave "

@@ -73,7 +73,7 @@ class RowStatisticsFunction(Function):
         work = _widen(x)
         rows = x.shape[:-1]
         # This rank's maximum of each row, (rows,). Example: 0 2 | 1 3 -> 2 on rank 0, 3 on rank 1.
-        peak = work.amax(-1) if vocab.own else work.new_full(rows, -torch.inf)
+        peak = work.amax(-1) if vocab.own_classes else work.new_full(rows, -torch.inf)
         all_reduce_(peak, vocab.comm, "max")
         # If all logits of a row are -inf, its peak is -inf, and `work - peak` would be NaN. With a
         # peak of 0 instead, the sum of exponentials is 0 and its logarithm is -inf, as on one
@@ -138,7 +138,7 @@ def local_classes(target: Tensor, vocab: Vocab) -> tuple[Tensor, Tensor]:
     # Example for the rank that has the classes 4 to 7: targets 5, 1, 9 -> local indices 1, -3, 5.
     local = target - vocab.first
     # Example, continued: local indices 1, -3, 5 -> True, False, False.
-    inside = (local >= 0) & (local < vocab.own)
+    inside = (local >= 0) & (local < vocab.own_classes)
     return local.masked_fill(~inside, 0), inside
 
 
@@ -224,7 +224,9 @@ def cross_entropy(  # noqa: PLR0913  # torch's signature
     check_targets(labels, classes, ignore_index)
     class_weights = None
     if label_smoothing > 0:
-        class_weights = x.new_ones(classes.own) if weights is None else classes.shard(weights)
+        class_weights = (
+            x.new_ones(classes.own_classes) if weights is None else classes.shard(weights)
+        )
     statistics = RowStatistics(
         *traced_apply(RowStatisticsFunction, x, labels, class_weights, classes)
     )
@@ -251,7 +253,7 @@ def _probabilities(
         )
     if isinstance(target, DTensor) and isinstance(logits, DTensor):
         local = _redistribute_like(logits, target).to_local()
-        return local.movedim(class_dim, -1).narrow(-1, 0, classes.own)
+        return local.movedim(class_dim, -1).narrow(-1, 0, classes.own_classes)
     return classes.shard(rows.shard(target.movedim(class_dim, -1)))
 
 

@@ -224,8 +224,8 @@ def linear_cross_entropy(  # noqa: PLR0913  # torch's signature, and what losses
     check_targets(labels, vocab, ignored)
     q = None
     if label_smoothing:
-        q = w.new_ones(vocab.own) if weights is None else vocab.shard(weights)
-    block_size = block_rows or max(1, BLOCK // max(vocab.own, 1))
+        q = w.new_ones(vocab.own_classes) if weights is None else vocab.shard(weights)
+    block_size = block_rows or max(1, BLOCK // max(vocab.own_classes, 1))
     blocks = _LogitBlocks(vocab, logit_cap, block_size)
     flat_x = x.reshape(-1, x.shape[-1])
     flat = traced_apply(LinearStatisticsFunction, flat_x, w, b, labels.reshape(-1), q, blocks)
@@ -316,4 +316,4 @@ def _local_classes_of(param: Tensor, vocab: Vocab, row_axes: set[int]) -> Tensor
             for axis, placement in enumerate(param.placements)
         ]
         param = param.to_local(grad_placements=grads)
-    return param.narrow(0, 0, vocab.own)
+    return param.narrow(0, 0, vocab.own_classes)

@@ -16,7 +16,7 @@ from shoal_dtensor import DTensor, Placement, Replicate, Shard, StridedShard, fu
 from shoal_dtensor.errors import LayoutError, OperatorIndexError
 from shoal_dtensor.internal import FakeTensor, current_arithmetic, is_compiling, shard_sizes
 from shoal_mesh import Comm, DeviceMesh, differentiable
-from shoal_mesh.internal import tree_sum
+from shoal_mesh.internal import OldAttribute, tree_sum
 
 # Dims that are sharded, with the mesh axes that shard each of them, outermost first.
 ShardOrder = tuple[tuple[int, tuple[int, ...]], ...]
@@ -74,9 +74,11 @@ class Vocab:
         return sum(self.sizes) if self.real is None else self.real
 
     @property
-    def own(self) -> int:
+    def own_classes(self) -> int:
         """Number of classes of this rank, without padding."""
         return max(0, min(self.sizes[self.comm.rank], self.total - self.first))
+
+    own = OldAttribute("own_classes")
 
     def sum_of_classes(self, tensor: Tensor) -> Tensor:
         """Sum over this rank's classes, (..., own) -> (...).
@@ -99,8 +101,8 @@ class Vocab:
         tensor = full_tensor(tensor)
         # A rank with padding alone holds no class, and begins where the classes end: of 9 real
         # classes in shards of 4 4 4 the ranks hold 4 4 1, of 7 they hold 4 3 0.
-        first = min(self.first, self.total - self.own)
-        return tensor.narrow(dim, first, self.own)
+        first = min(self.first, self.total - self.own_classes)
+        return tensor.narrow(dim, first, self.own_classes)
 
 
 class LocalLogits(NamedTuple):
@@ -126,7 +128,7 @@ def local_logits(logits: Tensor, vocab: Vocab | None, dim: int) -> LocalLogits:
         vocab = Vocab.of(logits, dim, real)
     if isinstance(logits, DTensor):
         logits = logits.to_local(grad_placements=logits.placements)
-    values = logits.movedim(dim, -1).narrow(-1, 0, vocab.own)
+    values = logits.movedim(dim, -1).narrow(-1, 0, vocab.own_classes)
     return LocalLogits(values, vocab, rows)
 
 

@@ -34,7 +34,7 @@ def argmax(logits: Tensor, *, dim: int = -1, vocab: Vocab | None = None) -> Tens
         tensor([1])
     """
     x, classes, _ = local_logits(logits.detach(), vocab, dim)
-    if classes.own:
+    if classes.own_classes:
         best, index = x.max(-1)
     else:
         best = x.new_full(x.shape[:-1], -torch.inf)
@@ -94,7 +94,7 @@ def sample(
     # cumulative over this rank's classes
     mass = log_probabilities.exp_().cumsum(-1)
     rows = x.shape[:-1]
-    total = mass[..., -1] if classes.own else x.new_zeros(rows)
+    total = mass[..., -1] if classes.own_classes else x.new_zeros(rows)
     # (ranks, rows): the mass of the classes of each rank and the ranks before it
     mass_of_ranks = all_gather(total.unsqueeze(0), classes.comm, 0).cumsum(0)
     whole_mass = mass_of_ranks[-1]

@@ -321,7 +321,7 @@ def output_collectives(call: ModuleCall, bias: str | None = "bias") -> Iterator[
         return
     yield from collectives_of_move(out, port.layout, desired)
     if bias is not None:
-        yield from summed_gradient_collectives(call.trained(bias))
+        yield from summed_gradient_collectives(call.trained_parameters(bias))
 
 
 def summed_gradient_collectives(params: Iterable[nn.Parameter]) -> Iterator[Collective]:

@@ -194,7 +194,7 @@ class FusedColumn(FusedLowering):
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
         yield from super().collectives(call)
         fused = call.sharding.options_of(FusedBlocks)
-        for param in call.trained(*fused.names):
+        for param in call.trained_parameters(*fused.names):
             feature_bytes = nbytes(param) // fused.features
             for heads in fused.blocks.values():
                 # The gradients of a head are summed over the ranks that hold it.
@@ -284,7 +284,7 @@ class AttentionHeads(FusedLowering):
                 scores = scores + mask
             attention = scores.softmax(-1)
             if drops:
-                attention = self.dropped(attention)
+                attention = self.apply_dropout(attention)
             mixed = attention @ v
         else:
             mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -329,7 +329,7 @@ class AttentionHeads(FusedLowering):
         # (batch, length, heads, head_dim) -> (batch, heads, length, head_dim)
         return [x.transpose(1, 2) for x in by_head]
 
-    def dropped(self, attention: Tensor) -> Tensor:
+    def apply_dropout(self, attention: Tensor) -> Tensor:
         """Return attention weights after dropout, with the values that one device would draw."""
         module: Any = self.module
         placement = HeadShard(1, Heads(module.num_heads, 1)).on(self.comm.size)

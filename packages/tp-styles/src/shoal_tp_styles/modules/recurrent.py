@@ -301,7 +301,7 @@ class HiddenUnits(Lowered):
                 next_inputs.append(next_input)
                 last_states.append(direction.state)
             if is_inner:
-                x = self.dropped(torch.cat(next_inputs, -1))
+                x = self.apply_dropout(torch.cat(next_inputs, -1))
         return outputs, [torch.stack(states) for states in zip(*last_states, strict=True)]
 
     def run_steps(
@@ -357,7 +357,7 @@ class HiddenUnits(Lowered):
         hidden = both.tanh() if module.nonlinearity == "tanh" else both.relu()
         return (hidden,)
 
-    def dropped(self, x: Tensor) -> Tensor:
+    def apply_dropout(self, x: Tensor) -> Tensor:
         """Return the next layer's input: `x` after the dropout that one device would draw.
 
         The gradient of `x` is partial.

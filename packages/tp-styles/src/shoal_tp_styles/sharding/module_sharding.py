@@ -17,6 +17,7 @@ from shoal_dtensor import Placement, Replicate, Shard, StridedShard
 from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import shard_sizes
 from shoal_mesh import DeviceMesh
+from shoal_mesh.internal import OldAttribute
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,10 +423,12 @@ class ModuleCall:
         first: Tensor = self.outputs[0]
         return first
 
-    def trained(self, *names: str) -> list[nn.Parameter]:
+    def trained_parameters(self, *names: str) -> list[nn.Parameter]:
         """Return the parameters of these names that exist and get gradients."""
         params = dict(self.module.named_parameters())
         return [params[name] for name in names if name in params and params[name].requires_grad]
+
+    trained = OldAttribute("trained_parameters")
 
 
 class Collective(NamedTuple):

@@ -71,7 +71,7 @@ def elements_of(
         replay.run(operation)
     views = replay.views(operand)
     positions, constants = compare(views, numberings, operand.dtype)
-    passed = replay.passed(needed, operand)
+    passed = replay.dtypes_on_path(needed, operand)
     return Elements(positions, constants, replay.is_labelled(operand.memory), passed)
 
 
@@ -110,7 +110,7 @@ def computed_values(
         replay.run(operation)
         read |= dict.fromkeys(other.memory for other in operation.read)
     memories = [memory for memory in read if memory.first_position is not None]
-    return Computed(replay.views(operand), memories, replay.passed(needed, operand))
+    return Computed(replay.views(operand), memories, replay.dtypes_on_path(needed, operand))
 
 
 def results_of(
@@ -172,7 +172,7 @@ class _Replay:
         """Return whether elements of a memory may be labels."""
         return memory.first_position is not None or memory in self._labelled
 
-    def passed(
+    def dtypes_on_path(
         self, operations: Sequence[Operation], operand: MemoryView
     ) -> frozenset[torch.dtype]:
         """Return the dtypes of the memories between the sources and a tensor."""

@@ -60,7 +60,7 @@ class Computations:
                 )
         return None
 
-    def arrived(self, record: TensorRecord, view: Tensor) -> Tensor:
+    def elements_for(self, record: TensorRecord, view: Tensor) -> Tensor:
         """Return the target's elements for elements that have arrived: the same, or computed."""
         if record.name not in self._names:
             return view
@@ -83,7 +83,7 @@ class Computations:
         """
         for record, place in self.places():
             if record.name in self._names:
-                place.view(live).copy_(self.arrived(record, place.view(arrived)))
+                place.view(live).copy_(self.elements_for(record, place.view(arrived)))
 
     def places(self) -> Iterator[tuple[TensorRecord, Place]]:
         """Yield the boxes of all target tensors on this rank: the tensor, and where its box is."""

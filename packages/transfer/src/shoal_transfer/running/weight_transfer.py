@@ -504,7 +504,7 @@ class WeightTransfer:
         """Describe the tensors in which elements that arrived differ from the target's elements."""
         counts = dict[str, list[int]]()
         for record, place in self._computations.places():
-            arrived = self._computations.arrived(record, place.view(self._staging))
+            arrived = self._computations.elements_for(record, place.view(self._staging))
             pair = [_bytes_of(arrived), _bytes_of(place.view(self._target.tensors))]
             count = counts.setdefault(record.name, [0, 0])
             count[0] += int((pair[0] != pair[1]).any(dim=1).sum())

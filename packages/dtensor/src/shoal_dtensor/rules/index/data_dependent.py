@@ -182,7 +182,7 @@ def searchsorted(call: OpCall) -> Iterator[Row]:
 
     A sorter has global indices, so boundaries with a sorter are not sharded.
     """
-    boundaries = "boundaries" if "boundaries" in call.bound else "sorted_sequence"
+    boundaries = "boundaries" if "boundaries" in call.arguments else "sorted_sequence"
     last = call[boundaries].ndim - 1
     values = call["self"]
     for d in range(values.ndim if isinstance(values, TensorMeta) else last):

@@ -9,6 +9,8 @@ from typing import Any, Final
 
 import torch
 
+from shoal_mesh.internal import OldAttribute
+
 from ..._torch.operators import WITH_UNMARKED_WRITES, OpOverload, signature_of
 from ...errors import ArgumentValueError
 from ...layout.boxes import spans
@@ -270,22 +272,24 @@ class OpCall:
         return schema_of(self.op)
 
     @cached_property
-    def bound(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         """All arguments by name, with defaults; `out=` arguments where they are given."""
         by_position = dict(zip(self.schema.positional, self.args, strict=False))
         return {**self.schema.defaults, **by_position, **self.kwargs}
 
+    bound = OldAttribute("arguments")
+
     def __getitem__(self, name: str) -> Any:
-        return self.bound[name]
+        return self.arguments[name]
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the argument named `name`, or `default` if the schema does not have it."""
-        return self.bound.get(name, default)
+        return self.arguments.get(name, default)
 
     def dim(self, name: str = "dim", of: int = 0) -> int:
         """Return the dim argument `name` as a non-negative dim of tensor input `of`."""
         ndim = max(self.tensors[of].ndim, 1)
-        value = self.bound[name]
+        value = self.arguments[name]
         return int(value) % ndim
 
     def dims(self, name: str = "dim", of: int = 0) -> tuple[int, ...]:
@@ -294,7 +298,7 @@ class OpCall:
         The argument is an int, a list, or None or empty for all dims.
         """
         ndim = self.tensors[of].ndim
-        value = self.bound.get(name)
+        value = self.arguments.get(name)
         is_list = isinstance(value, list | tuple)
         if value is None or (is_list and not value):
             return tuple(range(ndim))
@@ -311,7 +315,7 @@ class OpCall:
         names = self.schema.inputs
         counts = []
         for name in names:
-            value = self.bound.get(name)
+            value = self.arguments.get(name)
             is_one = isinstance(value, TensorMeta)
             counts.append(1 if is_one else len([*flatten(value)]))
         return {name: range(*span) for name, span in zip(names, spans(counts), strict=True)}

@@ -209,7 +209,7 @@ def _local_size(local_call: LocalCall) -> LocalFunction | None:
     if spec.local_shape == spec.shape:
         return None
     call = local_call.call
-    stride = {"stride": spec.local_stride} if "stride" in call.bound else {}
+    stride = {"stride": spec.local_stride} if "stride" in call.arguments else {}
     return with_arguments(call, size=list(spec.local_shape), **stride)
 
 

@@ -37,7 +37,7 @@ from .reduction import rows_along
 def sort(call: OpCall) -> Iterator[Row]:
     """Yield the rows of `sort`, and of `median` and its like, whose results every rank has."""
     yield from rows_along(call, None)
-    if "dim" not in call.bound:
+    if "dim" not in call.arguments:
         return
     is_sort = "sort" in call.op.__name__
     # bytes of the inputs, which are exchanged for columns, and of the results, which are sent back
@@ -73,7 +73,7 @@ def _sort(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     keepdim = bool(call.get("keepdim"))
     options: dict[str, Any] = {}
     for option in ("descending", "k"):
-        if option in call.bound:
+        if option in call.arguments:
             options[option] = call[option]
     if name == "sort":
         options["stable"] = True

@@ -132,7 +132,7 @@ def _partials_of_where(call: OpCall) -> PartialRows:
     The choice does not depend on the values of these operands.
     """
     operands = tuple(range(1, len(call.tensors)))
-    has_number = any(isinstance(value, Number) for value in call.bound.values())
+    has_number = any(isinstance(value, Number) for value in call.arguments.values())
     other_is_number = len(operands) < 2 and has_number
     rows: PartialRows = []
     if not other_is_number:

@@ -280,7 +280,7 @@ def segment_reduce(call: OpCall) -> Iterator[Row]:
 
     The dims before `axis` are not sharded, because the kernel reads all lengths of the segments.
     """
-    tensors = [name for name in ("grad", "output", "data") if name in call.bound]
+    tensors = [name for name in ("grad", "output", "data") if name in call.arguments]
     first = int(call["axis"]) % call["data"].ndim + 1
     for d in range(first, call["data"].ndim):
         yield call.row(dict.fromkeys(tensors, S(d)), out=S(d))

@@ -62,7 +62,7 @@ def _shardable(call: OpCall) -> Iterator[tuple[int, int]]:
     value = call["value"].shape
     heads = len(query) - 3
     sequence = len(query) - 2
-    masked = "attn_mask" in call.bound
+    masked = "attn_mask" in call.arguments
     if call.get("dropout_p"):
         return
     for d in range(sequence):
@@ -74,7 +74,7 @@ def _shardable(call: OpCall) -> Iterator[tuple[int, int]]:
         if fits and is_batch_or_heads:
             yield d, queries // keys
     # Other kernels get the longest sequence as a number, or pad the log-sum.
-    if "logsumexp" in call.bound:
+    if "logsumexp" in call.arguments:
         outputs_follow = masked
     else:
         shaped = [meta for meta in call.outputs if not _is_bookkeeping(meta, call)]

@@ -44,12 +44,12 @@ from ..language.rule import (
 def _dims(call: OpCall) -> tuple[list[int], list[int]]:
     """Return the input's dims that every statistic reduces, and the dims of weight and bias."""
     ndim = call["input"].ndim
-    if "normalized_shape" in call.bound:
+    if "normalized_shape" in call.arguments:
         # Example: [1, 2] for an input of (8, 6, 5) and a normalized shape of (6, 5).
         last = [*range(ndim - len(call["normalized_shape"]), ndim)]
         return last, last
     spatial = [*range(2, ndim)]
-    if "group" in call.bound:
+    if "group" in call.arguments:
         return spatial, [1]
     return [0, *spatial], [1]
 
@@ -59,7 +59,7 @@ def _unit(call: OpCall) -> int:
 
     For example, 6 channels in 3 groups of 2 are 3 steps, so a rank has 0, 2, 4 or 6 channels.
     """
-    return call["C"] // call["group"] if "group" in call.bound else 1
+    return call["C"] // call["group"] if "group" in call.arguments else 1
 
 
 class _EntriesOfDim(NamedTuple):
@@ -84,7 +84,7 @@ def _shardings(call: OpCall) -> Iterator[_EntriesOfDim]:
 def _is_training(call: OpCall) -> bool:
     """Tell whether a norm uses the batch's own statistics; only batch norms may not."""
     for name in ("training", "train", "update"):
-        if name in call.bound:
+        if name in call.arguments:
             return bool(call[name])
     name = call.op.__name__
     return "no_update" not in name and "no_training" not in name
@@ -149,7 +149,7 @@ class Statistics:
         self.shape: Sequence[int] = local
         self.dims = reduced
         self.parameters = [n if d in parameter_dims else 1 for d, n in enumerate(local)]
-        if "group" in call.bound:
+        if "group" in call.arguments:
             # In the example, (8, 6, 3) is viewed as (8, 3, 6).
             batch, channels, *spatial = local
             self.shape = (batch, channels // unit, unit * prod(spatial))
@@ -178,7 +178,7 @@ def _norm(local_call: LocalCall) -> LocalFunction | None:
     if sharding_axes(local_call["input"], reduced) and _is_training(call):
         normalize = _normalize_backward if is_gradient else _normalize
         return normalize(local_call, Statistics(local_call))
-    if "group" not in call.bound:
+    if "group" not in call.arguments:
         return None if is_gradient else _with_given_statistics(local_call)
     batch, channels, *_ = local_call["input"].local_shape
     if (batch, channels) == (call["N"], call["C"]):

@@ -78,7 +78,7 @@ def _windows(call: OpCall) -> dict[int, Windows]:
     source = call["self"]
     pooled = call.get("grad_output") or call.outputs[0]
     spatial = spatial_dims(call)
-    if "kernel_size" not in call.bound:
+    if "kernel_size" not in call.arguments:
         return _adaptive_windows(source, pooled, spatial)
     by_dim = windows_of(call, source, pooled, per_dim(call, "kernel_size", spatial))
     if _takes_maximum(call) or call["divisor_override"] is not None:
@@ -113,7 +113,7 @@ def _enlarging(call: OpCall) -> dict[int, Windows]:
 
     Each input has the same number of outputs.
     """
-    if call.get("align_corners") or "scale_factors" in call.bound:
+    if call.get("align_corners") or "scale_factors" in call.arguments:
         return {}
     gradient = call.get("grad_output")
     spatial = spatial_dims(call)
@@ -163,10 +163,10 @@ def _on_halos(local_call: LocalCall, halos: Halos) -> LocalFunction:
             # Example: 6 rows with a factor of 2 are 12 rows.
             has_halo = d in halos.exchanges
             sizes.append(halos.shape[d] * windows[d].stride if has_halo else large[d])
-        if "input_size" in call.bound:
+        if "input_size" in call.arguments:
             return with_arguments(call, output_size=sizes, input_size=halos.shape)
         return with_arguments(call, output_size=sizes)
-    if "output_size" in call.bound:
+    if "output_size" in call.arguments:
         output_size = [*local_call.outputs[0].local_shape[-spatial:]]
         return with_arguments(call, output_size=output_size)
     return with_arguments(call, **halos.unpadded(call, spatial))
@@ -184,7 +184,7 @@ def _windowed(local_call: LocalCall) -> LocalFunction | None:
     if is_gradient:
         source, result = result, source
     halos = Halos(source, _windows(call))
-    if not halos and "input_size" not in call.bound:
+    if not halos and "input_size" not in call.arguments:
         return None
     is_empty = 0 in result.local_shape
     on_halos = contribution(local_call) if is_empty else _on_halos(local_call, halos)
@@ -284,7 +284,7 @@ def _convolved(call: OpCall) -> dict[int, Windows]:
     The targets would have to be of the size of shards with halos.
     """
     result = call.get("grad_output") or call.outputs[0]
-    may_have_targets = call["transposed"] or "output_mask" in call.bound
+    may_have_targets = call["transposed"] or "output_mask" in call.arguments
     has_targets = bool(call.schema.outs) and may_have_targets
     if has_targets or 0 in call["weight"].shape:
         return {}

@@ -113,7 +113,7 @@ class SliceGradMap(ShardingMap):
 
 def selection(call: OpCall, length: int) -> SliceMap:
     """Return the range of `length` elements that a slice selects; an index is a slice of one."""
-    if "index" in call.bound:
+    if "index" in call.arguments:
         at = call["index"] % length
         return SliceMap(at, at + 1)
     # Computed here because `slice.indices` does not take symbols.
@@ -163,7 +163,7 @@ def slice_(call: OpCall) -> Iterator[Row]:
     """Yield the rows of slices and of `split`, whose results are slices that follow each other."""
     source = call["self"]
     dim = call.dim()
-    if "start" in call.bound:
+    if "start" in call.arguments:
         maps = [selection(call, source.shape[dim])]
     else:
         # Example: a split into 2 and 3 elements gives 0:2 and 2:5.
@@ -197,7 +197,7 @@ def select(call: OpCall) -> Iterator[Row]:
     """Yield the rows of `select` and `unbind`, which selects every index."""
     source = call["self"]
     dim = call.dim()
-    is_one = "index" in call.bound
+    is_one = "index" in call.arguments
     indices = [*range(len(call.outputs))]
     if is_one:
         indices = [call["index"] % source.shape[dim]]
@@ -264,7 +264,7 @@ def slice_backward(call: OpCall) -> Iterator[Row]:
     A gradient that is held by one coordinate stays on the coordinate that holds the selected index.
     """
     dim = int(call["dim"]) % len(call["input_sizes"])
-    is_one = "index" in call.bound
+    is_one = "index" in call.arguments
     gradient = call["grad_output"]
     length = call["input_sizes"][dim]
     other_dims = [d for d in range(call.outputs[0].ndim) if d != dim]
@@ -289,7 +289,7 @@ def _slice_backward(local_call: LocalCall) -> LocalFunction:
     target = local_call.outputs[0]
     dim = int(call["dim"]) % target.ndim
     shape = target.local_shape
-    is_one = "index" in call.bound
+    is_one = "index" in call.arguments
     _, count, bounds = _selected_here(call, target, dim)
     has_gradient = count and 0 not in grad.local_shape
 
@@ -306,7 +306,7 @@ def _slice_backward(local_call: LocalCall) -> LocalFunction:
 def slice_scatter(call: OpCall) -> Iterator[Row]:
     """Yield the rows of `slice_scatter` and `select_scatter`, whose source lacks the dim."""
     dim = call.dim()
-    is_one = "index" in call.bound
+    is_one = "index" in call.arguments
     for d in range(call["self"].ndim):
         if d != dim:
             dim_of_source = _without_dim(d, dim) if is_one else d
@@ -317,7 +317,7 @@ def slice_scatter(call: OpCall) -> Iterator[Row]:
 @along_dim
 def _slice_scatter(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     """Replace this shard's part of the slice."""
-    is_one = "index" in local_call.call.bound
+    is_one = "index" in local_call.call.arguments
     first, count, bounds = _selected_here(local_call.call, spec, dim)
 
     def run(x: Tensor, src: Tensor, *args: Any, **kwargs: Any) -> Any:

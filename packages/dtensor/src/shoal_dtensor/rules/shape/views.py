@@ -189,7 +189,7 @@ def _view(local_call: LocalCall) -> LocalFunction:
 def _squeezed(call: OpCall) -> list[int]:
     """Return the dims to remove: requested dims that are 1 globally; others may be 1 locally."""
     source = call["self"]
-    if "dim" in call.bound and call["dim"] in ((), []):
+    if "dim" in call.arguments and call["dim"] in ((), []):
         # Here an empty list means no dims, whereas reductions take it for all dims.
         return []
     return [d for d in call.dims() if source.shape[d] == 1]
@@ -249,12 +249,12 @@ def permute(call: OpCall) -> Iterator[Row]:
     """Yield the rows of `permute`, `transpose`, and `t`, for at most two dims."""
     ndim = call["self"].ndim
     dims = [*map(int, call.get("dims", range(ndim)))]
-    if "dim0" in call.bound and ndim:
+    if "dim0" in call.arguments and ndim:
         one = call.dim("dim0")
         two = call.dim("dim1")
         dims[one] = two
         dims[two] = one
-    elif "dims" not in call.bound:
+    elif "dims" not in call.arguments:
         # `t`
         dims.reverse()
     # Example: the order (2, 0, 1) maps dim 2 to dim 0.

@@ -81,7 +81,7 @@ class LabGroup(PythonGroup):  # type: ignore[misc]  # its type is Any
         return self
 
     def _get_sequence_number_for_group(self) -> int:
-        return self._link.started(self.key)
+        return self._link.count_started(self.key)
 
     def _set_sequence_number_for_group(self) -> None:
         pass

@@ -131,7 +131,7 @@ class SchedulerLink(ABC):
             TimeoutError: the request has a time limit, and all ranks wait.
         """
 
-    def started(self, key: GroupKey) -> int:
+    def count_started(self, key: GroupKey) -> int:
         """Return how many collectives this rank has started in a group.
 
         Args:
