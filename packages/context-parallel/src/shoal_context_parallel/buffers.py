@@ -499,8 +499,12 @@ class RoutedAttention(ReplacedAttention):
 
 def _are_alike(specs: Sequence[Spec | None]) -> bool:
     """Tell whether all tensors are DTensors with the same placements on the same mesh."""
-    layouts = {None if spec is None else (spec.mesh, spec.placements) for spec in specs}
-    return len(layouts) == 1 and None not in layouts
+    layouts = set()
+    for spec in specs:
+        if spec is None:
+            return False
+        layouts.add((spec.mesh, spec.placements))
+    return len(layouts) == 1
 
 
 def _keeps_positions(spec: Spec, placement: Placement, sequence: int) -> bool:

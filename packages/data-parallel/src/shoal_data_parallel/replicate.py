@@ -596,11 +596,8 @@ class ReplicateModule(ReducingModule):
     _made_by = "replicate"
 
     def _reducers(self, recurse: bool = True) -> Sequence[Reducer]:
-        return [
-            vars(owner)[_STATE]
-            for owner in (self.modules() if recurse else [self])
-            if _STATE in vars(owner)
-        ]
+        modules = self.modules() if recurse else [self]
+        return [vars(module)[_STATE] for module in modules if _STATE in vars(module)]
 
     def reduce_gradients(self) -> None:
         """Reduce the gradients that were kept, without another backward.

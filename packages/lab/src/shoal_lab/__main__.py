@@ -34,11 +34,12 @@ def main(argv: list[str] | None = None) -> int:
             run_script_on_ranks(program, (options.ranks, options.device))
             return 0
         mesh = _read_mesh(options.mesh) if options.mesh else {"ranks": options.ranks}
+        dtype = "" if options.dtype == "keep" else options.dtype
         report = certify(
             options.script,
             meshes=[mesh],
             arguments=arguments,
-            dtype="" if options.dtype == "keep" else options.dtype,
+            dtype=dtype,
             tolerance=options.tolerance,
             device=options.device,
         )

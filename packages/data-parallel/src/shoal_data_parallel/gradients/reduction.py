@@ -271,9 +271,8 @@ class GroupReduction:
         if not self.stops_at_replicas:
             reduced = self._finish(reduced)
         group = self.group
-        on_host = group.axes.mesh.device_type != "cpu" and any(
-            group.parameters[i].leaf.is_cpu for i in group.trained
-        )
+        has_host_leaves = any(group.parameters[i].leaf.is_cpu for i in group.trained)
+        on_host = has_host_leaves and group.axes.mesh.device_type != "cpu"
         is_downloaded = on_host and not self.stops_at_replicas
         self._gradients = download(reduced) if is_downloaded else lambda: reduced
         if isinstance(flags, FakeTensor):
@@ -400,11 +399,10 @@ def gradients_by_parameter(reductions: Sequence[GroupReduction]) -> list[dict[in
     for reduction in reductions:
         reduction.wait()
     flags_to_read = [reduction._flags for reduction in reductions if reduction._flags is not None]
-    counts = (
-        torch.cat([flags.to(flags_to_read[0].device) for flags in flags_to_read]).tolist()
-        if flags_to_read
-        else []
-    )
+    counts: list[Any] = []
+    if flags_to_read:
+        device = flags_to_read[0].device
+        counts = torch.cat([flags.to(device) for flags in flags_to_read]).tolist()
     found = []
     read = iter(counts)
     for reduction in reductions:

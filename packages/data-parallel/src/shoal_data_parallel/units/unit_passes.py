@@ -419,6 +419,8 @@ def _cast(tensors: Any, dtype: torch.dtype | None) -> Any:
     """Convert floating tensors, in any container, to a dtype; None leaves them."""
     if dtype is None:
         return tensors
-    return pytree.tree_map_only(
-        Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tensors
-    )
+
+    def convert(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return pytree.tree_map_only(Tensor, convert, tensors)

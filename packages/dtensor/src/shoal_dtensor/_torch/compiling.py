@@ -141,7 +141,9 @@ def recorder_of_sizes() -> Any:
 def sizes_in_recorder(sizes: Iterable[Any]) -> tuple[Any, ...]:
     """Return sizes as expressions of the recorder's first symbols: the inputs of the forward."""
     tracer = recorder_of_sizes()
-    return tuple(sizes if tracer is None else [_size_in_recorder(size, tracer) for size in sizes])
+    if tracer is None:
+        return tuple(sizes)
+    return tuple([_size_in_recorder(size, tracer) for size in sizes])
 
 
 def _size_in_recorder(size: Any, tracer: Any) -> Any:

@@ -328,7 +328,8 @@ def _with_statistics_of_cpu(args: Sequence[Any], result: Any) -> tuple[Any, ...]
     dtypes = {arg.dtype for arg in args if isinstance(arg, torch.Tensor)}
     dtype = torch.float32 if torch.float32 in dtypes else args[0].dtype
     first, *others = result
-    return (first, *(t.to(dtype) if t.is_floating_point() else t for t in others))
+    converted = [t.to(dtype) if t.is_floating_point() else t for t in others]
+    return (first, *converted)
 
 
 # --- collective operators of torch.distributed ----------------------------------------------------

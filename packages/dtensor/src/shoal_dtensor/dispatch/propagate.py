@@ -289,7 +289,10 @@ def elements_of(call: OpCall) -> Iterator[ListElement]:
     values = (*call.args, *call.kwargs.values())
     count = max(len(value) for value in values if is_list(value))
     for i in range(count):
-        element = [value[i] if is_list(value) and value else value for value in values]
+        element = []
+        for value in values:
+            is_filled_list = is_list(value) and bool(value)
+            element.append(value[i] if is_filled_list else value)
         args = tuple(element[: len(call.args)])
         kwargs = dict(zip(call.kwargs, element[len(call.args) :], strict=True))
         indices = []

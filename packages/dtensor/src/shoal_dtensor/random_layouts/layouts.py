@@ -440,10 +440,12 @@ def _targets_of(local: Sequence[int], dim: int, out: tuple[int, ...]) -> _Target
     # Example: in a local shape of (2, 4, 6) with dim 1 sharded, `inner` is 24. Reshaped to (2, 2,
     # 2, 6), `exact` is [1]. Reshaped to (8, 6), `folded` is [0].
     inner = prod(local[dim:])
-    exact = [j for j in range(len(out)) if prod(out[j:]) == inner]
+    # elements from dim j on, and one entry more for none: (8, 6) -> [48, 6, 1]
+    from_dim = [prod(out[j:]) for j in range(len(out) + 1)]
+    exact = [j for j in range(len(out)) if from_dim[j] == inner]
     if exact:
         return _Targets(exact, are_exact=True)
-    folded = [j for j in range(len(out)) if prod(out[j + 1 :]) < inner < prod(out[j:])]
+    folded = [j for j in range(len(out)) if from_dim[j + 1] < inner < from_dim[j]]
     if not folded:
         raise UnknownLayoutError("a sharded dim does not go to one dim of the result")
     return _Targets(folded, are_exact=False)
@@ -487,11 +489,13 @@ def _taken_blocks(source: Tensor, layout: LocalLayout, outs: Sequence[Tensor]) -
     block_at = dict(zip(places, layout.blocks, strict=True))
     start = 0
     for out in outs:
-        if out.stride() != source.stride() or out.shape[:-1] != source.shape[:-1]:
+        has_strides = out.stride() == source.stride()
+        if not has_strides or out.shape[:-1] != source.shape[:-1]:
             return []
         # Several views follow each other; a single view may be anywhere.
         if len(outs) == 1:
-            start = (out.storage_offset() - source.storage_offset()) // source.stride(-1)
+            distance = out.storage_offset() - source.storage_offset()
+            start = distance // source.stride(-1)
         stop = start + out.shape[-1]
         if (start, stop) not in block_at:
             return []

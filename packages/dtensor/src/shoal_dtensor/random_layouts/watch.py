@@ -88,8 +88,11 @@ class Watch(FunctionMode):
 
     def enter_batch(self, tensors: Sequence[Tensor], axes: DeviceMesh) -> None:
         """Note that plain tensors with as many rows as the first tensor are rows of a batch."""
-        # -1 for DTensors and for tensors without dims
-        rows = [len(tensor) if tensor.ndim and type(tensor) is Tensor else -1 for tensor in tensors]
+        rows = []
+        for tensor in tensors:
+            has_rows = tensor.ndim > 0 and type(tensor) is Tensor
+            # -1 for DTensors and for tensors without dims
+            rows.append(len(tensor) if has_rows else -1)
         if max(rows, default=-1) < 0:
             return
         # for each tensor, its number of rows on each rank

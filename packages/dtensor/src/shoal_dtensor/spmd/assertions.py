@@ -68,8 +68,10 @@ def check_source(tensor: Any, axis: MeshAxis, src: AnyAxisType, call: str) -> No
     present = type_on(tensor, axis, call)
     wanted = src.resolve(tensor.ndim) if isinstance(src, Shard) else src
     is_local = varying_axes()(axis)
-    same = local_type(present) is local_type(wanted) if is_local else present is wanted
-    if not same:
+    is_same = present is wanted
+    if is_local:
+        is_same = local_type(present) is local_type(wanted)
+    if not is_same:
         raise SpmdTypeError(
             f"{user_line()}: {call}: the tensor is {present} over {axis!r}, but the source type "
             f"is {wanted}. Way out: {way_from(axis, present, wanted)}"

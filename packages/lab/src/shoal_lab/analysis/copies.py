@@ -166,7 +166,9 @@ def fit(
         columns.append(torch.cat([copy.part_of(tensor).flatten() for copy in copies]))
     target = torch.cat([copy.values.flatten() for copy in copies])
     matrix = torch.stack(columns, 1)
-    if target.numel() <= 2 * len(basis) or not matrix.norm() or not target.isfinite().all():
+    has_enough_elements = target.numel() > 2 * len(basis)
+    is_zero = not matrix.norm()
+    if not has_enough_elements or is_zero or not target.isfinite().all():
         return None
     scales = matrix.norm(dim=0).clamp_min(1e-300)
     solution = torch.linalg.lstsq(matrix / scales, target[:, None], driver="gelsd").solution

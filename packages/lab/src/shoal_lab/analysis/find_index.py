@@ -48,7 +48,9 @@ def find_index(local: Tensor, whole: Tensor, tolerance: float = 0.0) -> Tensor |
     elif whole.ndim > 1 and local.ndim > 1 and local.shape[-1] == whole.shape[-1]:
         # a local (4, 8, 16) in a whole (32, 16): rows of 16 elements
         width = whole.shape[-1]
-        index = _find_rows(local.reshape(-1, width), whole.reshape(-1, width), tolerance)
+        local_rows = local.reshape(-1, width)
+        whole_rows = whole.reshape(-1, width)
+        index = _find_rows(local_rows, whole_rows, tolerance)
         return None if index is None else index.view(local.shape)
     if local.ndim == 1:
         return _find_block(local, whole.flatten(), tolerance)

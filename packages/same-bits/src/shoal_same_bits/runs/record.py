@@ -294,10 +294,11 @@ class _Recorder(TorchDispatchMode):
         values = list[Value]()
         for name, (part, by_rank, _) in self._seen.items():
             (*sums, squares, broken), digest = totals[name]
+            dtype = str(part.local.dtype).removeprefix("torch.")
             value = Value(
                 name,
                 shape=part.sizes,
-                dtype=str(part.local.dtype).removeprefix("torch."),
+                dtype=dtype,
                 by_rank=by_rank,
                 sums=sums,
                 norm=squares**0.5,

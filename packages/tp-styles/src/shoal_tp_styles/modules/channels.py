@@ -215,12 +215,13 @@ class GroupedChannels(Lowered):
         options = self.options
         x = ports.sharded_input(self, input, self.into)
         channels = self.into[self.comm.rank]
-        if x.shape[options.dim] != channels:
+        got = x.shape[options.dim]
+        if got != channels:
+            multiple = options.unit * options.into
             raise LayoutError(
                 f"{self.sharding.style}: {self.module} has {self.groups} complete groups on this "
-                f"rank, with {channels} input channels, but the input has {x.shape[options.dim]}; "
-                "shard the preceding module by the same channels: "
-                f"ColwiseParallel().aligned({options.unit * options.into})"
+                f"rank, with {channels} input channels, but the input has {got}; shard the "
+                f"preceding module by the same channels: ColwiseParallel().aligned({multiple})"
             )
         if self.runs_locally:
             out = self.run_locally(x, *args, **kwargs)

@@ -160,12 +160,14 @@ def sharded_hidden_units(
     layout = output_layout or _UNITS
     _check_output_layout(style, module, layout)
     gates = HeadShard(0, Heads(module.hidden_size, 1, chunked=True), _GATES[cls])
-    port = Port(_UNITS, layout)
+    input_port = Port(input_layout, Replicate())
+    state_port = Port(layout, _UNITS)
+    output_port = Port(_UNITS, layout)
     return ModuleSharding(
         style,
         dict.fromkeys(module._flat_weights_names, gates),
-        inputs=(Port(input_layout, Replicate()), Port(layout, _UNITS)),
-        outputs=(port, port),
+        inputs=(input_port, state_port),
+        outputs=(output_port, output_port),
         lowering=HiddenUnits,
         local_outputs=local_outputs,
     )

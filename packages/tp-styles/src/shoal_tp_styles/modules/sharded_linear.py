@@ -62,11 +62,10 @@ class _ReaderOptions(NamedTuple):
 def _options_of_readers(
     before: Comm | ActivationShard, dtype: torch.dtype | None, chunks: int
 ) -> _ReaderOptions:
-    return _ReaderOptions(
-        alone=LinearOptions(before, None, dtype, is_first_reader=False, chunks=chunks),
-        first=LinearOptions(before, None, dtype, is_first_reader=True, chunks=chunks),
-        later=LinearOptions(dtype=dtype),
-    )
+    alone = LinearOptions(before, None, dtype, is_first_reader=False, chunks=chunks)
+    first = LinearOptions(before, None, dtype, is_first_reader=True, chunks=chunks)
+    later = LinearOptions(dtype=dtype)
+    return _ReaderOptions(alone, first, later)
 
 
 class ColumnLinear(Lowered):

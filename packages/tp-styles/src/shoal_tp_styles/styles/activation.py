@@ -171,13 +171,15 @@ class HeadParallel(DeclaredStyle):
             # There are separate weights where keys or values have dims of their own.
             parameters |= dict.fromkeys(OWN_PROJECTIONS, HeadShard(0, heads))
         port = Port(Replicate(), Replicate())
+        output = Port(Partial(), self.output_layouts or Replicate())
+        blocks = dict.fromkeys("qkv", heads)
         return ModuleSharding(
             "HeadParallel",
             parameters,
             inputs=(port, port, port),
-            outputs=(Port(Partial(), self.output_layouts or Replicate()), None),
+            outputs=(output, None),
             lowering=AttentionHeads,
-            options=FusedBlocks(dict.fromkeys("qkv", heads), prefix="in_proj_"),
+            options=FusedBlocks(blocks, prefix="in_proj_"),
         )
 
 
@@ -354,11 +356,13 @@ def sharded_groups(
         "running_mean": per_output,
         "running_var": per_output,
     }
+    input_port = Port(input_layout or reads, reads)
+    output_port = Port(computes, output_layout or computes)
     return ModuleSharding(
         name,
         parameters,
-        inputs=(Port(input_layout or reads, reads),),
-        outputs=(Port(computes, output_layout or computes),),
+        inputs=(input_port,),
+        outputs=(output_port,),
         lowering=GroupedChannels,
         options=channels,
         local_outputs=getattr(style, "use_local_output", True),

@@ -196,11 +196,12 @@ class _FeatureStyle(DeclaredStyle):
                 parameters[name] = HeadShard(dim, self.of_heads)
             else:
                 parameters[name] = Shard(dim, multiple_of=self.multiple_of)
+        output_port = Port(computed, output_layout or computed)
         return ModuleSharding(
             style,
             parameters,
             inputs=(input_port,) * features.inputs,
-            outputs=(Port(computed, output_layout or computed),),
+            outputs=(output_port,),
             lowering=lowering,
             local_outputs=self.use_local_output,
             options=self._overlap(module, lowering),
@@ -435,11 +436,12 @@ class PackedColwiseParallel(DeclaredStyle):
                 f"PackedColwiseParallel: the blocks {sizes} have {total} features, but the module "
                 f"has {features}"
             )
-        port = Port(self.input_layouts or Replicate(), Replicate())
+        input_port = Port(self.input_layouts or Replicate(), Replicate())
+        output_port = Port(Shard(-1), Shard(-1))
         return ModuleSharding(
             "PackedColwiseParallel",
-            inputs=(port,),
-            outputs=(Port(Shard(-1), Shard(-1)),),
+            inputs=(input_port,),
+            outputs=(output_port,),
             lowering=FusedColumn,
             options=FusedBlocks(blocks, transposed=kind is TransposedLinear),
         )

@@ -266,11 +266,12 @@ class Strided:
     def region(self) -> Region:
         """The elements of the view."""
         region = [range(index, index + 1) for index in self.start]
-        # `step` is a pair: the dim of the tensor, and the step along it.
-        for size, step in zip(self.sizes, self.steps, strict=True):
-            if step is not None:
-                start = self.start[step[0]]
-                region[step[0]] = range(start, start + (size - 1) * step[1] + 1, step[1])
+        for size, dim_and_step in zip(self.sizes, self.steps, strict=True):
+            if dim_and_step is not None:
+                dim, step = dim_and_step
+                start = self.start[dim]
+                last = start + (size - 1) * step
+                region[dim] = range(start, last + 1, step)
         return tuple(region)
 
 

@@ -127,7 +127,11 @@ def first_overlap(regions: Sequence[Region]) -> tuple[int, int] | None:
     if not dims:
         return filled[0], filled[1]
     # A sweep along the dim with most distinct starts keeps the list of open regions short.
-    sweep = max(dims, key=lambda dim: len({regions[i][dim].start for i in filled}))
+    starts = []
+    for dim in dims:
+        distinct = {regions[i][dim].start for i in filled}
+        starts.append(len(distinct))
+    sweep = starts.index(max(starts))
     active: list[int] = []
     for i in sorted(filled, key=lambda i: regions[i][sweep].start):
         start = regions[i][sweep].start

@@ -384,10 +384,8 @@ class WeightTransfer:
                 return f"{side}: {defect}"
         for part in self._parts["target"]:
             tensor = self._target.tensors[part]
-            if any(
-                size > 1 and not step
-                for size, step in zip(tensor.shape, tensor.stride(), strict=True)
-            ):
+            strides = zip(tensor.shape, tensor.stride(), strict=True)
+            if any(size > 1 and not step for size, step in strides):
                 return f"target: elements of {part!r} share memory, by strides of 0"
         if self._mode == "in_place":
             shared = self._target.shared_with(self._source)

@@ -101,11 +101,11 @@ def _operands(call: OpCall) -> tuple[_Operand, _Operand]:
     """Return both operands of a call."""
     scales_a, scales_b = [[*flatten(call[name])] for name in ("scale_a", "scale_b")]
     # A scale of shape (1, 1) belongs to a row if the other operand has scales of columns.
-    has_vectors = any(scale.ndim == 2 and prod(scale.shape) > 1 for scale in (*scales_a, *scales_b))
-    rows, _ = call["self"].shape
-    _, columns = call["mat2"].shape
     shapes_a = [tuple(scale.shape) for scale in scales_a]
     shapes_b = [tuple(scale.shape) for scale in scales_b]
+    has_vectors = any(len(shape) == 2 and prod(shape) > 1 for shape in (*shapes_a, *shapes_b))
+    rows, _ = call["self"].shape
+    _, columns = call["mat2"].shape
     by_row = has_vectors and shapes_a == [(rows, 1)]
     by_column = has_vectors and shapes_b == [(1, columns)]
     first = _Operand(call["self"], scales_a, outer=0, has_outer_scales=by_row)

@@ -169,11 +169,11 @@ def _refuse(call: LocalOperatorCall, axis: MeshAxis) -> NoReturn:
     kinds: Sequence[Any] = [operand.on(axis) for operand in call.operands]
     parts = next(axis_type for axis_type in kinds if isinstance(axis_type, Parts))
     sizes = [size for size, _ in parts.runs]
-    reason = (
-        "the gradient of an R part is a partial sum and the gradient of an I part is complete"
-        if parts.is_replicated
-        else "its parts are shards of different tensors"
-    )
+    reason = "its parts are shards of different tensors"
+    if parts.is_replicated:
+        reason = (
+            "the gradient of an R part is a partial sum and the gradient of an I part is complete"
+        )
     raise SpmdTypeError(
         f"{describe_call(call, axis)}: an operand is {parts} over {axis!r}: {reason}, and this "
         f"operator would mix them. Way out: torch.split(x, {sizes}, dim={parts.dim}) first"
