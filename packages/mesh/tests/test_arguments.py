@@ -102,6 +102,10 @@ def test_backend_choices_are_part_of_the_value() -> None:
             "cpu", (2, 2), mesh_dim_names=("a", "b"), backend_override={"b": "fake"}
         )
         assert plain != chosen
+        ranks = torch.arange(4).view(2, 2)
+        assert chosen == DeviceMesh(
+            "cpu", ranks, mesh_dim_names=("a", "b"), backend_override={"b": "fake"}
+        )
         assert chosen["b"]._choices == (BackendChoice("fake"),)
         assert plain["a"] == chosen["a"]
         assert chosen.flatten("f")._choices == (BackendChoice(),)
