@@ -14,10 +14,11 @@ __all__ = ["Gather", "Scatter"]
 
 
 class Gather(AllGather):
-    """An all-gather that keeps count."""
+    """An all-gather that keeps count, also of the calls that must not wait."""
 
     def __init__(self) -> None:
         self.calls = 0
+        self.asynchronous_calls = 0
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
@@ -26,6 +27,7 @@ class Gather(AllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
     ) -> Any:
         self.calls += 1
+        self.asynchronous_calls += async_op
         return dist.all_gather_into_tensor(
             output_tensor, input_tensor.clone(), group=group, async_op=async_op
         )
