@@ -1,4 +1,4 @@
-"""Covers: collectives.py, conversions.py, _moves.py, _dtypes.py, _line.py: values and gradients on ranks."""
+"""Covers: collectives.py, conversions.py, moves.py, dtypes.py, line.py: values and gradients on ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: _in_flight.py, _moves.py, _dtypes.py: collectives that overlap with the program."""
+"""Covers: in_flight.py, moves.py, dtypes.py: collectives that overlap with the program."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import shoal_spmd_types as spmd
 from shoal_mesh import DeviceMesh, init_device_mesh
 from shoal_mesh.testing import on_ranks
 from shoal_spmd_types import I, P, R, S, V
-from shoal_spmd_types._in_flight import InFlight
+from shoal_spmd_types.moves.in_flight import InFlight
 
 Move = Callable[..., Tensor]
 # each with the shape of its operand on three ranks

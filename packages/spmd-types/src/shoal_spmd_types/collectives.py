@@ -2,7 +2,7 @@
 
 The first line of each docstring has these types along one axis: `P -> R` is from P to R.
 
-May import: _dtypes, _line, _moves, conversions.
+May import: conversions, moves.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 from shoal_dtensor.errors import ArgumentValueError
 from shoal_dtensor.internal import I, P, R, ShardType as Shard, V, spmd
 
-from ._dtypes import read_dtypes, with_async
-from ._line import Line, line_along
-from ._moves import TypeStep, move
 from .conversions import convert, finish
+from .moves.dtypes import read_dtypes, with_async
+from .moves.line import Line, line_along
+from .moves.moves import TypeStep, move
 
 AxisType = spmd.AnyAxisType
 

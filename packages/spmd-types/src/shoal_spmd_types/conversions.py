@@ -3,7 +3,7 @@
 The types are R (equal on all ranks), I (equal, and used alike on all ranks), V (may differ), P
 (addends of a pending sum) and S(i) (shards along dim i); see `shoal_dtensor.spmd.types.axis_types`.
 
-May import: _dtypes, _line, _moves.
+May import: moves.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 from shoal_dtensor.errors import ArgumentValueError
 from shoal_dtensor.internal import I, P, R, ShardType as Shard, V, spmd
 
-from ._dtypes import read_dtypes, with_async
-from ._line import Line, line_along
-from ._moves import Kind, TypeStep, move
+from .moves.dtypes import read_dtypes, with_async
+from .moves.line import Line, line_along
+from .moves.moves import Kind, TypeStep, move
 
 AxisType = spmd.AnyAxisType
 # the changes of `convert` that need `expert_mode`, and the reasons; V includes S(i)

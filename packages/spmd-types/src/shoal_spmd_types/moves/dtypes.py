@@ -1,7 +1,4 @@
-"""Options of moves that users pass: op_dtype, out_dtype, async_op and backward_options.
-
-May import: _moves.
-"""
+"""Options of moves that users pass: op_dtype, out_dtype, async_op and backward_options."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import torch
 
 from shoal_dtensor.errors import ArgumentValueError
 
-from ._moves import Dtypes, TypeStep
+from .moves import Dtypes, TypeStep
 
 # Moves before which a tensor is converted to `out_dtype`. They reduce nothing, so the result is the
 # same as with a conversion after them.

@@ -2,8 +2,6 @@
 
 A move has two steps: the first moves the tensor, the second moves the tensor's gradient in backward.
 The ranks along the axis are a `Line`, and each of them calls `move` with its own tensor.
-
-May import: _in_flight, _line.
 """
 
 from __future__ import annotations
@@ -30,8 +28,8 @@ from shoal_mesh import (
 )
 from shoal_mesh.internal import Pending
 
-from ._in_flight import InFlight, arrived_tensor
-from ._line import Line
+from .in_flight import InFlight, arrived_tensor
+from .line import Line
 
 Kind = Literal[
     "keep", "keep_first", "slice", "pad", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"

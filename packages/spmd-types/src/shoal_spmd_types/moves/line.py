@@ -1,7 +1,4 @@
-"""`Line`: the ranks along one mesh axis, for collectives of typed tensors.
-
-May import: nothing.
-"""
+"""`Line`: the ranks along one mesh axis, for collectives of typed tensors."""
 
 from __future__ import annotations
 

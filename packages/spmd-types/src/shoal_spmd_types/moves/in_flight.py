@@ -1,7 +1,4 @@
-"""Results of collectives that are still in flight: tensors that wait when an operator reads them.
-
-May import: nothing.
-"""
+"""Results of collectives that are still in flight: tensors that wait when an operator reads them."""
 
 from __future__ import annotations
 

@@ -1,0 +1,4 @@
+"""Moves of local tensors along one mesh axis, which collectives and conversions run.
+
+May import: nothing.
+"""
