@@ -451,7 +451,8 @@ class NoiseIntoShards(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         noise = self.drop(torch.randn(*self.up(x).shape))
-        return self.down(input=noise) if self.by_name else self.down(noise)
+        out: Tensor = self.down(input=noise) if self.by_name else self.down(noise)
+        return out
 
 
 # Numbers that were drawn as replicated were taken for shards, if they were passed by name.
