@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from moe_checks import run
 from moe_models import WIDTH, mixture
@@ -80,3 +81,39 @@ def test_one_call_shards_dense_parameters_and_experts_over_two_meshes(after: boo
         assert isinstance(param, DTensor) and param.device_mesh.axis_names == axes, name
         assert isinstance(param.grad, DTensor), name
         torch.testing.assert_close(param.grad.full_tensor(), plain[name].grad, msg=naming(name))
+
+
+class WithDropout(nn.Module):
+    """Experts between two dropouts."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.dropout(self.inner(self.dropout(x)))
+        return found
+
+
+@on_ranks(4, timeout=120)
+@pytest.mark.parametrize("experts_on", [("expert",), ("shards", "expert")], ids=["2", "4"])
+def test_dropouts_around_experts_are_those_of_one_process(experts_on: tuple[str, ...]) -> None:
+    """The axis of the experts is a part of the axis of the batch, or the whole of it."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shards", "expert"))
+    data = mesh["shards", "expert"].flatten("data")
+    single: Any = WithDropout(mixture("packed", 6)).train()
+    module: Any = copy.deepcopy(single)
+    of_experts = mesh["expert"] if experts_on == ("expert",) else data
+    parallelize_module(module, of_experts, {"inner.experts": ExpertParallel()})
+    if experts_on == ("expert",):
+        fully_shard(module.inner.experts, mesh["shards"])
+    fully_shard(module, data, ignored_params={*module.inner.experts.parameters()})
+    x = torch.randn(8, WIDTH, dtype=torch.double)
+    rows = x.tensor_split(4)[torch.distributed.get_rank()]
+    torch.manual_seed(5)
+    expected = single(x)
+    torch.manual_seed(5)
+    got = module(rows)
+    torch.testing.assert_close(got, expected.tensor_split(4)[torch.distributed.get_rank()])

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from copy import deepcopy
+from functools import lru_cache
 from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -138,7 +139,7 @@ class DrawRegion(ModuleForward):
         if not in_backward():
             with unwatched_functions():
                 self.remember(args, kwargs)
-            self.meshes = (*watch.axes,)
+            self.meshes = tuple(mesh for mesh in watch.axes if mesh.ndim == 1)
         return self.under(watch, args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -158,11 +159,14 @@ class DrawRegion(ModuleForward):
         if not recomputes:
             self.batch = self.batch or _batch_axes(self.module)
             self.meshes = tuple(dict.fromkeys((*self.meshes, *_axes_of(self.batch, lowered))))
-        joint = self.meshes[0] if len(self.meshes) == 1 else DeviceMesh.concatenate(self.meshes)
-        axes = {mesh: axis for axis, mesh in enumerate(self.meshes)}
+        crossing = [mesh for mesh in self.meshes if not _divides(mesh, self.batch)]
+        joint = crossing[0] if len(crossing) == 1 else DeviceMesh.concatenate(crossing)
+        axes: dict[DeviceMesh, int] = {mesh: axis for axis, mesh in enumerate(crossing)}
         # A style on several axes shards its inputs along the first axis.
         for forward in lowered.values():
-            axes.setdefault(forward.mesh, axes[_single_axes(forward.mesh)[0]])
+            first = _single_axes(forward.mesh)[0]
+            if first in axes:
+                axes.setdefault(forward.mesh, axes[first])
         # Imported here, because only forwards that draw need it.
         from .watch import Watch
 
@@ -264,6 +268,25 @@ def _axes_of(
         # The innermost callable was made first.
         meshes += reversed(chain)
     return [*dict.fromkeys(axis for mesh in meshes for axis in _single_axes(mesh))]
+
+
+@lru_cache(maxsize=256)
+def _divides(mesh: DeviceMesh, batch: DeviceMesh | None) -> bool:
+    """Tell whether an axis is a part of an axis of the batch, such as one that divides experts.
+
+    Rows along it are rows of the batch, whose axes already describe where they are.
+    """
+    if batch is None or mesh.size() == 1:
+        return False
+    axes_of_batch = _single_axes(batch)
+    if mesh in axes_of_batch:
+        return False
+    ranks = _ranks_of(mesh)
+    return any(ranks <= _ranks_of(axis) for axis in axes_of_batch)
+
+
+def _ranks_of(mesh: DeviceMesh) -> set[int]:
+    return set(mesh.mesh.flatten().tolist())
 
 
 def _single_axes(mesh: DeviceMesh) -> list[DeviceMesh]:

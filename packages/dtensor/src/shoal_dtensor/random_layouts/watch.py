@@ -55,7 +55,7 @@ class Watch(FunctionMode):
     def __init__(self, mesh: DeviceMesh, axes: Mapping[DeviceMesh, int]) -> None:
         super().__init__()
         self.mesh: DeviceMesh = mesh
-        # the index in the mesh of each axis
+        # The index in the mesh of each axis. Axes that divide an axis of the batch have no index.
         self.axes: Mapping[DeviceMesh, int] = axes
         # The saving state at the start of the innermost watched forward. If it differs at a draw, a
         # checkpoint inside that forward would repeat the draw without a watch.
@@ -193,7 +193,10 @@ class Watch(FunctionMode):
         for value, arrives in forward.declared_inputs(args, kwargs):
             drawn = type(value) is Tensor and layout_of(value).drawn
             spec = spec_of(value) if drawn and isinstance(arrives, Shard) else None
-            if spec is not None and not spec.placements[self.axes[forward.mesh]].is_shard():
+            axis = self.axes.get(forward.mesh)
+            if axis is None or spec is None:
+                continue
+            if not spec.placements[axis].is_shard():
                 raise LayoutError(
                     f"{forward.title}: an input that is {arrives} on every rank holds random "
                     "numbers that were drawn as if it were replicated, because its sharding was "
@@ -209,7 +212,8 @@ class Watch(FunctionMode):
         if spec is None:
             return
         other_placements = [*spec.placements]
-        del other_placements[self.axes[forward.mesh]]
+        if forward.mesh in self.axes:
+            del other_placements[self.axes[forward.mesh]]
         if any(placement.is_shard() for placement in other_placements):
             raise LayoutError(
                 f"{forward.title}: {type(forward.module).__name__} draws its dropout mask on "
@@ -240,7 +244,10 @@ class Watch(FunctionMode):
         source: Tensor | None,
     ) -> LocalLayout:
         """Return the layout of a module's result, which its style declares to be `layout`."""
-        axis = self.axes[forward.mesh]
+        axis = self.axes.get(forward.mesh)
+        if axis is None:
+            # The style exchanges rows of the batch, and returns each rank the rows that it had.
+            return self.layout_with_shard(result, None, None, source)
         blocks = forward.output_blocks()
         if blocks is not None:
             return self._fused_output(forward, result, blocks, source)
@@ -289,18 +296,19 @@ class Watch(FunctionMode):
         )
 
     def layout_with_shard(
-        self, local: Tensor, axis: int, shard: AnyShard | None, source: Tensor | None
+        self, local: Tensor, axis: int | None, shard: AnyShard | None, source: Tensor | None
     ) -> LocalLayout:
         """Return the layout of a local tensor with `shard` along one axis.
 
-        Along the other axes it is placed like `source`.
+        Along the other axes, or along all axes if `axis` is None, it is placed like `source`.
         """
         outer_layout = UNSEEN if source is None else layout_of(source)
-        if outer_layout.unknown and self.mesh.ndim > 1:
+        if outer_layout.unknown and (axis is None or self.mesh.ndim > 1):
             return outer_layout
         try:
             placements = self._kept_placements(local, outer_layout.spec, axis)
-            placements[axis] = shard or Replicate()
+            if axis is not None:
+                placements[axis] = shard or Replicate()
             if any(isinstance(placement, AnyShard) for placement in placements):
                 spec = self._global_spec(local, placements)
                 return LocalLayout(spec, drawn=outer_layout.drawn)
@@ -310,7 +318,9 @@ class Watch(FunctionMode):
             return LocalLayout(replicated_spec(self.mesh, local), drawn=True)
         return PLAIN
 
-    def _kept_placements(self, local: Tensor, source: Spec | None, axis: int) -> list[Placement]:
+    def _kept_placements(
+        self, local: Tensor, source: Spec | None, axis: int | None
+    ) -> list[Placement]:
         """Return the placements of a local tensor that is sharded like `source`, except on `axis`.
 
         Raises:
