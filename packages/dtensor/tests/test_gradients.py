@@ -18,7 +18,7 @@ from shoal_dtensor import (
 )
 from shoal_dtensor.tensor import gradients
 from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import fake_world, on_ranks
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 LAYOUTS: dict[tuple[int, ...], list[list[Placement]]] = {
@@ -222,3 +222,24 @@ def test_a_gradient_of_a_local_part_has_any_memory_order() -> None:
     local.backward(seed)
     assert isinstance(x.grad, DTensor)
     torch.testing.assert_close(x.grad.to_local(), seed.reshape(2, 6, 5))
+
+
+def test_hooks_of_a_parameter_that_a_conversion_has_exchanged() -> None:
+    """`Module.to` leaves a DTensor parameter the object, and autograd another tensor's hooks."""
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        module: Any = nn.Linear(3, 4, bias=False)
+        weight = distribute_tensor(module.weight.detach(), mesh, [Replicate()])
+        module.weight = nn.Parameter(weight)
+        x = distribute_tensor(torch.ones(2, 3, dtype=torch.float64), mesh, [Shard(0)])
+        module.to(torch.float64)
+        seen: list[Any] = []
+        handle = module.weight.register_hook(lambda gradient: seen.append(gradient))
+        module(x).sum().backward()
+        # the leaf's placements and dtype, before the hook of the program
+        assert [gradient.placements for gradient in seen] == [(Replicate(),)]
+        assert seen[0].dtype == torch.float64
+        handle.remove()
+        module(x).sum().backward()
+        assert len(seen) == 1
+        assert module.weight.grad.placements == (Replicate(),)

@@ -278,6 +278,11 @@ class DTensor(torch.Tensor):
         """
         if not is_tracing():
             hook = CheckedHook(DTensor, self._spec, hook, self.is_leaf)
+            if self.is_leaf and self._backward_hooks is not None:
+                # `Module.to` exchanges a parameter with another tensor, and autograd then calls the
+                # hooks of that tensor. The assignment makes autograd call the hooks of this one.
+                install_gradient_hook(DTensor, self)
+                self._backward_hooks = self._backward_hooks
         return super().register_hook(hook)  # type: ignore[no-untyped-call]  # torch gives it no types
 
     @property
