@@ -20,7 +20,7 @@ from hf_models import (
     save_plain,
     shared_directory,
 )
-from shoal_dtensor import DTensor
+from shoal_dtensor import DTensor, full_tensor
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_models import hf
@@ -87,6 +87,30 @@ def test_a_run_over_data_axes_goes_on_over_others(tmp_path: Path) -> None:
         models.append(model)
     for model in models:
         assert_same_values(model, straight, atol=1e-9)
+
+
+@on_ranks(4, timeout=300)
+def test_a_run_on_stages_goes_on_with_others(tmp_path: Path) -> None:
+    from transformers.distributed import DistributedConfig
+
+    home = shared_directory(tmp_path)
+    single = build_model("Qwen3", head_dim=8, num_hidden_layers=4, tie_word_embeddings=True)
+    files = save_plain(single, home)
+    straight = copy.deepcopy(single).train()
+    trainer_of(straight, home / "no", save_strategy="no").train()
+    whole = dict(straight.named_parameters())
+    # on 2 stages of 2 ranks, then on 4 stages, then without stages
+    configs = [{"pp_size": 2, "tp_size": 2}, {"pp_size": 4}, {"tp_size": 4}]
+    for number, sizes in enumerate(configs):
+        model = hf.from_pretrained(files, DistributedConfig(**sizes)).train()
+        options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
+        trainer = trainer_of(model, home / "run", **options)
+        kept = home / "run" / f"checkpoint-{number}"
+        trainer.train(resume_from_checkpoint=str(kept) if number else None)
+        assert trainer.state.global_step == 4
+        for name, param in model.named_parameters():
+            value = full_tensor(param).detach()
+            torch.testing.assert_close(value, whole[name].detach(), rtol=0, atol=1e-9)
 
 
 @on_ranks(2, timeout=200)

@@ -22,6 +22,8 @@ from hf_models import (
     needs_hf,
     save_plain,
 )
+from mixtures import EAGER, FAMILIES, mixture
+from shoal_dtensor import full_tensor
 from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_models import hf
 from shoal_tp_styles import PlanError, parallelize_module
@@ -112,10 +114,22 @@ def test_accelerate() -> None:
     assert_trained_alike(module, single)
 
 
-# by name: the sizes, and how many ranks have rows of their own
-DATA_AXES: dict[str, tuple[dict[str, int], int]] = {
-    "fsdp and tp": ({"fsdp_size": 2, "tp_size": 2}, 2),
-    "hsdp": ({"dp_replicate_size": 2, "fsdp_size": 2}, 4),
+# by name: the family, the sizes, and how many ranks have rows of their own
+DATA_AXES: dict[str, tuple[str, dict[str, int], int]] = {
+    "fsdp and tp": ("Llama", {"fsdp_size": 2, "tp_size": 2}, 2),
+    "hsdp": ("Llama", {"dp_replicate_size": 2, "fsdp_size": 2}, 4),
+    "experts": ("Mixtral", {"fsdp_size": 4, "ep_size": 2}, 4),
+    "experts on all ranks": ("Qwen3Moe", {"fsdp_size": 4, "ep_size": 4}, 4),
+    "experts over tp": ("Mixtral", {"fsdp_size": 2, "tp_size": 2, "ep_size": 2}, 2),
+    "experts over fsdp and tp": ("Mixtral", {"fsdp_size": 2, "tp_size": 2, "ep_size": 4}, 2),
+    "replicas of experts": ("Mixtral", {"dp_replicate_size": 2, "fsdp_size": 2, "ep_size": 2}, 4),
+    "stages": ("Llama", {"pp_size": 2, "tp_size": 2}, 1),
+    "stages of experts": ("Mixtral", {"pp_size": 2, "tp_size": 2, "ep_size": 2}, 1),
+}
+ON_TWO_RANKS: dict[str, tuple[str, dict[str, int], int]] = {
+    "experts": ("Mixtral", {"fsdp_size": 2, "ep_size": 2}, 2),
+    "experts over tp": ("Mixtral", {"tp_size": 2, "ep_size": 2}, 1),
+    "stages": ("Llama", {"pp_size": 2}, 1),
 }
 
 
@@ -130,38 +144,90 @@ def uneven_examples() -> list[dict[str, Any]]:
 @needs_accelerate
 @on_ranks(4, timeout=300)
 @pytest.mark.parametrize("kind", DATA_AXES)
-def test_a_trainer_over_data_axes(kind: str, tmp_path: Path) -> None:
+def test_a_trainer_on_four_ranks(kind: str, tmp_path: Path) -> None:
+    assert_trainers_agree(DATA_AXES[kind], tmp_path)
+
+
+@needs_hf
+@needs_accelerate
+@on_ranks(2, timeout=300)
+@pytest.mark.parametrize("kind", ON_TWO_RANKS)
+def test_a_trainer_on_two_ranks(kind: str, tmp_path: Path) -> None:
+    assert_trainers_agree(ON_TWO_RANKS[kind], tmp_path)
+
+
+def loss_in_float64(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    vocab_size: int,
+    num_items_in_batch: Any = None,
+    **_: Any,
+) -> torch.Tensor:
+    """Return the loss of causal language models, which transformers computes in float32."""
+    predicted = logits[:, :-1].flatten(0, 1)
+    wanted = labels[:, 1:].flatten()
+    if num_items_in_batch is None:
+        return torch.nn.functional.cross_entropy(predicted, wanted)
+    total = torch.nn.functional.cross_entropy(predicted, wanted, reduction="sum")
+    mean: torch.Tensor = total / num_items_in_batch
+    return mean
+
+
+def train_and_record(trainer: Any) -> list[float]:
+    """Train; return the losses of the microbatches."""
+    losses: list[float] = []
+    step = trainer.training_step
+
+    def recorded_step(*args: Any, **kwargs: Any) -> Any:
+        loss = step(*args, **kwargs)
+        losses.append(loss.item())
+        return loss
+
+    trainer.training_step = recorded_step
+    trainer.train()
+    return losses
+
+
+def assert_trainers_agree(case: tuple[str, dict[str, int], int], tmp_path: Path) -> None:
     """Two microbatches a step, whose rows have different numbers of labels."""
     from transformers import Trainer, TrainingArguments
     from transformers.distributed import DistributedConfig
 
-    sizes, parts = DATA_AXES[kind]
+    family, sizes, parts = case
     config = DistributedConfig(**sizes)
-    single = build_model().train()
-    module = hf.from_pretrained(save_plain(single, tmp_path), config).train()
+    has_experts = family in FAMILIES
+    single = (mixture if has_experts else build_model)(family).train()
+    options = EAGER if has_experts else {}
+    module = hf.from_pretrained(save_plain(single, tmp_path), config, **options).train()
+    for model in (single, module):
+        model.loss_function = loss_in_float64
+    # Routers compute in float32, and Adam divides by gradients that are its rounding errors alone.
+    optimizer = "sgd" if has_experts else "adamw_torch"
 
     def trainer_of(model: Any, rows: int, evaluated: int) -> Any:
         with hf.single_process():
             args = TrainingArguments(
                 str(tmp_path), max_steps=3, per_device_train_batch_size=rows, per_device_eval_batch_size=evaluated,
                 gradient_accumulation_steps=2, learning_rate=1e-2, max_grad_norm=0.5, use_cpu=True, report_to=[],
-                save_strategy="no", logging_steps=1, disable_tqdm=True, prediction_loss_only=False,
+                save_strategy="no", disable_tqdm=True, prediction_loss_only=False, optim=optimizer,
             )  # fmt: skip
             return Trainer(
                 model, args, train_dataset=uneven_examples(), eval_dataset=uneven_examples()[:11]
             )
 
-    data = hf.mesh_of(config)["dp_replicate", "fsdp"]
+    data = hf.mesh_of(config)["dp_replicate", "fsdp"] if parts > 1 else None
     trainers = [
         hf.prepare_trainer(trainer_of(single, 4, 1)),
         hf.prepare_trainer(trainer_of(module, 4 // parts, 1), data),
     ]
-    losses = []
-    for trainer in trainers:
-        trainer.train()
-        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    losses = [train_and_record(trainer) for trainer in trainers]
+    # three steps of two microbatches
+    assert len(losses[0]) == 6
     assert losses[1] == pytest.approx(losses[0], rel=1e-9)
-    assert_same_values(module, single, atol=1e-9)
+    of_single = dict(single.named_parameters())
+    for name, param in module.named_parameters():
+        value = full_tensor(param).detach()
+        torch.testing.assert_close(value, of_single[name].detach(), rtol=0, atol=1e-9)
     # 11 rows, on 4 or 2 ranks
     predictions = [trainer.predict(uneven_examples()[:11]) for trainer in trainers]
     assert predictions[1].predictions.shape == predictions[0].predictions.shape

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from shoal_dtensor.errors import PlanError, UnsupportedModuleError
 from shoal_dtensor.internal import register_norm_scope
 from shoal_mesh import DeviceMesh
+from shoal_mesh.internal import agree
 from shoal_transfer.internal import entries_of
 
 from ..stages.links import CommLink
@@ -20,7 +21,7 @@ from ..stages.model_parts import check_ties, parts_of, tied_weights
 from ..stages.stage import Stage
 from ..stages.stage_norms import StageNorms
 from ..stages.tied_weights import TiedWeights
-from ..weights.loading import Loaded, Stored
+from ..weights.loading import Loaded, Source, Stored, load_sharded
 from .checked_stages import check_stages
 
 # of a model: the scope of its norms, which lives as long as the model
@@ -28,13 +29,27 @@ _NORMS = "_shoal_stage_norms"
 
 
 def stage_axis_of(mesh: DeviceMesh) -> DeviceMesh | None:
-    """Return the axis of stages of the mesh of a configuration; None if it has no stages."""
+    """Return the axis of stages of the mesh of a configuration, or None."""
     return mesh["pp"] if "pp" in mesh.axis_names else None
 
 
-def is_stage(model: object) -> bool:
-    """Tell whether a model has the modules of one stage."""
-    return hasattr(model, _NORMS)
+def load_model(model: Any, source: Source) -> None:
+    """Fill a model from files of a whole model; a stage ignores the entries of other stages.
+
+    Raises:
+        PlanError: on all ranks, if the files and the model do not have the same entries. Entries
+            that no stage has are not an error.
+    """
+    if not hasattr(model, _NORMS):
+        load_sharded(model, source)
+        return
+
+    def load() -> None:
+        loaded = load_sharded(model, source, strict=False)
+        if loaded.missing:
+            raise PlanError(f"the files of the model do not have {loaded.missing}")
+
+    agree(load)
 
 
 class PipelineStages:
@@ -94,7 +109,7 @@ class PipelineStages:
         comm = self._mesh.comm(0)
         tied = None
         if self._tied and comm.rank in (0, comm.size - 1):
-            tied = TiedWeights(comm, {name: model.get_parameter(name) for name in self._tied})
+            tied = TiedWeights(model, comm, self._tied)
         norms = StageNorms(model, comm, tied)
         register_norm_scope(norms)
         setattr(model, _NORMS, norms)

@@ -31,12 +31,12 @@ from shoal_dtensor.errors import PlanError
 from shoal_mesh import DeviceMesh
 from shoal_transfer.internal import own_rank
 
-from ..weights.loading import load_sharded
 from ..weights.saving import on_first, save_sharded
 from .accelerate_sharding import shard_with_shoal
 from .adapters import load_adapters, save_adapters
 from .checkpoint_files import find_files, source_of
 from .data_rows import DataRows
+from .pipeline_stages import load_model
 
 # Environment variables by which torchrun tells a process about the other ranks.
 _WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -177,7 +177,9 @@ def _save_checkpoint(trainer: Any, inner: Callable[..., None], model: Any, trial
     if not trainer.args.save_only_model:
         import torch.distributed.checkpoint as dcp
 
-        state = get_optimizer_state_dict(trainer.model, _optimizer(trainer))
+        state = get_optimizer_state_dict(
+            trainer.model, _optimizer(trainer), options=_flat_options()
+        )
         dcp.save(state, checkpoint_id=directory / "optimizer")
 
     def write_rest() -> Any:
@@ -197,7 +199,7 @@ def _load_model(trainer: Any, checkpoint: str, model: Any = None) -> None:
         load_adapters(model, checkpoint, model.active_adapter)
     else:
         _, files = find_files(checkpoint)
-        load_sharded(model, source_of(files))
+        load_model(model, source_of(files))
 
 
 def _has_adapters(model: Any) -> bool:
@@ -213,11 +215,22 @@ def _load_optimizer(trainer: Any, checkpoint: str | None) -> None:
     import torch.distributed.checkpoint as dcp
 
     optimizer = _optimizer(trainer)
-    state = get_optimizer_state_dict(trainer.model, optimizer)
+    options = _flat_options()
+    state = get_optimizer_state_dict(trainer.model, optimizer, options=options)
     dcp.load(state, checkpoint_id=Path(checkpoint) / "optimizer")
-    set_optimizer_state_dict(trainer.model, optimizer, state)
+    set_optimizer_state_dict(trainer.model, optimizer, state, options=options)
     scheduler = torch.load(Path(checkpoint) / "scheduler.pt", map_location="cpu", weights_only=True)
     trainer.lr_scheduler.load_state_dict(scheduler)
+
+
+def _flat_options() -> Any:
+    """Return the options for states of optimizers by names of parameters alone.
+
+    Ranks of different stages have different parameters, and lists of them could not be merged.
+    """
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    return StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def _optimizer(trainer: Any) -> torch.optim.Optimizer:

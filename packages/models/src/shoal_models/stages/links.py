@@ -154,7 +154,9 @@ class _Receive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, hidden: Tensor, comm: Comm) -> Tensor:
         ctx.comm = comm
-        return hidden.view_as(hidden)
+        # The output is the tensor itself and not a view of it, so callers may write to it.
+        ctx.mark_dirty(hidden)
+        return hidden
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
@@ -186,7 +188,9 @@ class _Deliver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(token)
-        return tuple(value.view_as(value) for value in values)
+        # Callers may write to the outputs, as Trainer does to the loss.
+        ctx.mark_dirty(*values)
+        return values
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -18,7 +18,7 @@ class StageNorms:
     Args:
         model: the model with this stage's parameters.
         comm: the communicator along the axis of the stages.
-        tied: the weights that the stage at the other end holds too; None if there are none.
+        tied: the weights that the stage at the other end holds too, or None.
     """
 
     def __init__(self, model: nn.Module, comm: Comm, tied: TiedWeights | None) -> None:

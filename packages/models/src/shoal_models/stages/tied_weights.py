@@ -7,7 +7,7 @@ exchange their gradients of it, and both add the sum of the first and the last s
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,32 +18,55 @@ from torch import Tensor, nn
 from shoal_dtensor.internal import local_of, running_pass
 from shoal_mesh import Comm, comm_over, permute
 
+# of a weight that has its hook
+_HOOKED = "_shoal_tied_hook"
+
 
 class TiedWeights:
     """The weights of this rank's stage that the stage at the other end holds too.
 
     Args:
+        model: the model with the modules of the stage.
         comm: the communicator along the axis of the stages; this rank is the first or the last.
-        weights: the weights by name.
+        names: the names of the weights.
     """
 
-    def __init__(self, comm: Comm, weights: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, model: nn.Module, comm: Comm, names: Sequence[str]) -> None:
+        self._model = weakref.ref(model)
         self._comm = comm_over((comm.line[0], comm.line[-1]), "tied weights")
-        self._names = {id(weight): name for name, weight in weights.items()}
-        for weight in weights.values():
-            # The hook lives as long as the weight, which it must not keep alive.
-            hook = partial(self._collect, weakref.ref(weight))
-            weight.register_hook(hook)  # type: ignore[no-untyped-call]  # torch has no types here
+        self._names = names
+        # for each name, the handle of the hook of its present weight
+        self._handles: dict[str, Any] = {}
+        model.register_forward_pre_hook(self._watch)
 
     def holds(self, parameter: Tensor) -> bool:
         """Tell whether a parameter is one of these weights."""
-        return id(parameter) in self._names
+        return any(self._weight(name) is parameter for name in self._names)
 
-    def _collect(self, reference: weakref.ref[Any], gradient: Tensor) -> None:
+    def _weight(self, name: str) -> Any:
+        model = self._model()
+        assert model is not None, "a hook of a model outlived the model"
+        return model.get_parameter(name)
+
+    def _watch(self, model: nn.Module, args: Any) -> None:
+        """Give each weight a hook, unless it has it; a hook of the model.
+
+        Calls such as `model.to(dtype)` may put other parameters in the place of the weights.
+        """
+        for name in self._names:
+            weight = self._weight(name)
+            if not weight.requires_grad or hasattr(weight, _HOOKED):
+                continue
+            if name in self._handles:
+                self._handles[name].remove()
+            self._handles[name] = weight.register_hook(partial(self._collect, name))
+            setattr(weight, _HOOKED, True)
+
+    def _collect(self, name: str, gradient: Tensor) -> None:
         """Keep a gradient for the end of the backward; a hook of the weight."""
-        weight: Any = reference()
+        weight = self._weight(name)
         earlier = None if weight.grad is None else weight.grad.clone()
-        found = _TiedGradient(self._names[id(weight)], weight, gradient, earlier)
+        found = _TiedGradient(name, weight, gradient, earlier)
         running_pass().part(_TiedGradients).add(found, self._comm)
 
 
