@@ -42,8 +42,10 @@ SHARED = (
     "pp2 x fsdp2",
     "pp2 x fsdp2, interleaved",
 )
+# torchtitan has context parallelism without flex attention for "partial_dtensor" alone
+WITH_CONTEXT = ("cp2", "cp2 x fsdp2", "cp2 x tp2")
 MESHES: Mapping[str, tuple[int, Mapping[str, Any]]] = {
-    **{name: titan.MESHES[name] for name in SHARED},
+    **{name: titan.MESHES[name] for name in (*SHARED, *WITH_CONTEXT)},
     "tp4 without sequence parallel": (
         4,
         titan.degrees(tp=4) | {"parallelism.enable_sequence_parallel": False},
@@ -59,9 +61,9 @@ MESHES: Mapping[str, tuple[int, Mapping[str, Any]]] = {
 }
 WITH_DTENSORS = ("fsdp2 x tp2", "hsdp2x2", "tp4")
 CASES = [
-    *[("spmd_types", mesh) for mesh in MESHES],
+    *[("spmd_types", mesh) for mesh in MESHES if mesh not in WITH_CONTEXT],
     *[("full_dtensor", mesh) for mesh in WITH_DTENSORS],
-    *[("partial_dtensor", mesh) for mesh in WITH_DTENSORS],
+    *[("partial_dtensor", mesh) for mesh in (*WITH_DTENSORS, *WITH_CONTEXT)],
 ]
 has_microbatch_arguments = "arg_mbs" in inspect.signature(PipelineScheduleSingle.step).parameters
 

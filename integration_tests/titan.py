@@ -89,6 +89,7 @@ def degrees(**given: int) -> dict[str, Any]:
         "shard": "data_parallel_shard_degree",
         "tp": "tensor_parallel_degree",
         "pp": "pipeline_parallel_degree",
+        "cp": "context_parallel_degree",
     }
     parts = given.get("replicate", 1) * given.get("shard", 1)
     found = {f"parallelism.{full}": given.get(short, 1) for short, full in names.items()}
@@ -122,6 +123,9 @@ MESHES: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "pp2 x fsdp2, zero bubble": (4, degrees(pp=2, shard=2) | pipeline("ZBVZeroBubble")),
     "pp2 x fsdp2 x tp2": (8, degrees(pp=2, shard=2, tp=2) | pipeline("1F1B")),
     "hsdp2x2 x tp2": (8, degrees(replicate=2, shard=2, tp=2)),
+    "cp2": (2, degrees(cp=2)),
+    "cp2 x fsdp2": (4, degrees(cp=2, shard=2)),
+    "cp2 x tp2": (4, degrees(cp=2, tp=2)),
     "fsdp2 x tp2, accumulated": (4, degrees(shard=2, tp=2) | ACCUMULATED),
     "fsdp2 x tp2, checkpointed": (4, degrees(shard=2, tp=2) | CHECKPOINTED),
     "fsdp2 x tp2, selective": (4, degrees(shard=2, tp=2) | SELECTIVE),

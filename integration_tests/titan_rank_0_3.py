@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,15 @@ def prepare_torch() -> None:
         vars(torch.distributed)["set_timeout"] = lambda timeout, group=None: None
 
 
+class PositionedTokens(Tokens):
+    """Tokens with their positions, which the trainer shards together with them."""
+
+    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        for inputs, labels in super().__iter__():
+            positions = torch.arange(SEQUENCE).expand(labels.shape).contiguous()
+            yield {**inputs, "positions": positions}, labels
+
+
 def small_model(run: Run) -> Any:
     """Return torchtitan's description of its debug model, with fewer layers."""
     from torchtitan.models.common.attention import ScaledDotProductAttention
@@ -77,7 +87,9 @@ def exchanged_parts(run: Run, vocabulary: int) -> dict[str, Any]:
     class TokenConfig(BaseDataLoader.Config):  # type: ignore[misc]  # torchtitan is not checked
         def build(self, **kwargs: Any) -> Tokens:
             ranks = kwargs["dp_world_size"]
-            return Tokens(run, vocabulary, ranks, kwargs["dp_rank"], kwargs["local_batch_size"])
+            has_context = run.config.get("parallelism.context_parallel_degree", 1) > 1
+            kind = PositionedTokens if has_context else Tokens
+            return kind(run, vocabulary, ranks, kwargs["dp_rank"], kwargs["local_batch_size"])
 
     @dataclass(kw_only=True, slots=True)
     class NoTokenizerConfig(BaseTokenizer.Config):  # type: ignore[misc]  # torchtitan is not checked

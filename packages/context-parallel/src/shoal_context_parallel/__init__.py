@@ -6,6 +6,12 @@ from shoal_mesh.internal import facade
 
 from .__about__ import __version__
 from .buffers import context_parallel, context_parallel_unshard, set_rotate_method
+from .dispatcher import (
+    context_parallel_shard,
+    disable_context_parallel_dispatcher,
+    enable_context_parallel_dispatcher,
+    head_tail_layout,
+)
 from .errors import UnsupportedAttentionError
 from .parallel_attention import context_parallel_attention
 from .sequence_layout import Documents, SequenceLayout
@@ -21,7 +27,11 @@ __all__ = [
     "__version__",
     "context_parallel",
     "context_parallel_attention",
+    "context_parallel_shard",
     "context_parallel_unshard",
+    "disable_context_parallel_dispatcher",
+    "enable_context_parallel_dispatcher",
+    "head_tail_layout",
     "set_rotate_method",
 ]
 

@@ -283,6 +283,11 @@ def set_rotate_method(rotate_method: str) -> None:
     _default_method[0] = _ROTATE_METHODS[rotate_method]
 
 
+def default_method() -> Method:
+    """Return the method that `set_rotate_method` has set."""
+    return _default_method[0]
+
+
 class RoutedAttention(ReplacedAttention):
     """Attention of the whole sequence inside a block, on a mesh of one axis.
 
@@ -434,7 +439,7 @@ class RoutedAttention(ReplacedAttention):
         arguments = (*qkv, attn_mask)
         if any(isinstance(argument, DTensor) for argument in arguments):
             options = self._options_of(qkv, attn_mask)
-            qkv = QKV(*map(_local_shard, qkv))
+            qkv = QKV(*map(local_shard, qkv))
         # torch broadcasts a single head of keys over the heads of queries.
         has_single_key_head = qkv.key.shape[-3:-2] == (1,)
         enable_gqa = enable_gqa or has_single_key_head
@@ -454,7 +459,7 @@ class RoutedAttention(ReplacedAttention):
                 options=options,
             )
             if spec is not None:
-                return _wrap_like(spec, out)
+                return wrap_like(spec, out)
         layout = layout_of(query)
         if layout is not UNSEEN and out.shape == query.shape:
             note_layout(out, layout)
@@ -488,7 +493,7 @@ class RoutedAttention(ReplacedAttention):
                         "local tensors"
                     )
                 options = replace(options, layout=layout)
-            elif is_own_axis or not _keeps_positions(first, placement, sequence):
+            elif is_own_axis or not keeps_positions(first, placement, sequence):
                 raise LayoutError(
                     f"attention of a sharded sequence: DTensors must be Shard({sequence}) on the "
                     "axis of the sequence, and on other axes replicated or sharded by batch or "
@@ -507,7 +512,7 @@ def _are_alike(specs: Sequence[Spec | None]) -> bool:
     return len(layouts) == 1
 
 
-def _keeps_positions(spec: Spec, placement: Placement, sequence: int) -> bool:
+def keeps_positions(spec: Spec, placement: Placement, sequence: int) -> bool:
     """Tell whether an axis with this placement leaves whole sequences of whole heads on a rank."""
     if isinstance(placement, Replicate):
         return True
@@ -518,13 +523,13 @@ def _keeps_positions(spec: Spec, placement: Placement, sequence: int) -> bool:
     return dim < sequence
 
 
-def _local_shard(tensor: Any) -> Tensor:
+def local_shard(tensor: Any) -> Tensor:
     """Return the local shard of a DTensor, whose gradient has the same placements."""
     local: Tensor = tensor.to_local(grad_placements=tensor.placements)
     return local
 
 
-def _wrap_like(query: Spec, out: Tensor) -> DTensor:
+def wrap_like(query: Spec, out: Tensor) -> DTensor:
     """Wrap the local output of an attention as a DTensor placed like the queries."""
     shape = torch.Size((*query.shape[:-1], out.shape[-1]))
     stride = torch.empty(shape, device="meta").stride()

@@ -42,6 +42,7 @@ from ._torch.tensors import (
 from .api.constructors import distributed_by
 from .argument_types import check_device_mesh, check_types, submodule_of
 from .crossings import Crossings, install_crossings, nodes_below
+from .dispatch.function_routes import FUNCTION_ROUTES, run_function
 from .dispatch.observed_calls import CallObserver, dispatch_observed
 from .host_memory import device_of_numbers, download, upload, upload_packed
 from .layout.boxes import (

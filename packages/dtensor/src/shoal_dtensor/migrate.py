@@ -43,9 +43,28 @@ _LAYERS: dict[str, tuple[tuple[str, ...], bool]] = {
 }
 # packages that are imported whole, `import spmd_types as spmd`, and the packages in their place
 _PACKAGES = {"spmd_types": "shoal_spmd_types"}
+# Modules of torch from which its private functions of context parallelism are imported, and these
+# functions.
+_CONTEXT_MODULES = (
+    "torch.distributed.tensor.experimental._attention",
+    "torch.distributed.tensor.experimental._context_parallel",
+    "torch.distributed.tensor.experimental._context_parallel._attention",
+    "torch.distributed.tensor.experimental._context_parallel._load_balancer",
+)
+_CONTEXT_NAMES = {
+    "_context_parallel_shard": "context_parallel_shard",
+    "_enable_context_parallel_dispatcher": "enable_context_parallel_dispatcher",
+    "_disable_context_parallel_dispatcher": "disable_context_parallel_dispatcher",
+    "_HeadTailLoadBalancer": "head_tail_layout",
+}
 # private names of torch, and the public functions of shoal in their place
 _RENAMED = {
     "torch.distributed.fsdp._fully_shard._fsdp_init._get_mesh_info": "shoal_data_parallel.mesh_info",
+    **{
+        f"{module}.{name}": f"shoal_context_parallel.{new}"
+        for module in _CONTEXT_MODULES
+        for name, new in _CONTEXT_NAMES.items()
+    },
 }
 # names of torch.distributed that shoal_mesh has; its other names belong to c10d and stay
 _MESH_NAMES = {"DeviceMesh", "init_device_mesh"}
