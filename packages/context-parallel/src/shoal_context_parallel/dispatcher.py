@@ -135,8 +135,12 @@ def enable_context_parallel_dispatcher() -> None:
 
 
 def disable_context_parallel_dispatcher() -> None:
-    """Undo `enable_context_parallel_dispatcher`."""
+    """Undo `enable_context_parallel_dispatcher`, and forget the layouts of sharded inputs.
+
+    Process groups of the axes can be freed then.
+    """
     FUNCTION_ROUTES.pop(functional.scaled_dot_product_attention, None)
+    _attention.clear()
 
 
 class _SequenceAxis(NamedTuple):
