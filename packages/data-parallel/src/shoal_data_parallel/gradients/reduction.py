@@ -271,9 +271,10 @@ class GroupReduction:
         if not self.stops_at_replicas:
             reduced = self._finish(reduced)
         group = self.group
-        has_host_leaves = any(group.parameters[i].leaf.is_cpu for i in group.trained)
-        on_host = has_host_leaves and group.axes.mesh.device_type != "cpu"
-        is_downloaded = on_host and not self.stops_at_replicas
+        leaves = [group.parameters[i].leaf for i in group.trained]
+        computes_on_device = group.axes.mesh.device_type != "cpu"
+        is_offloaded = computes_on_device and any(leaf.is_cpu for leaf in leaves)
+        is_downloaded = is_offloaded and not self.stops_at_replicas
         self._gradients = download(reduced) if is_downloaded else lambda: reduced
         if isinstance(flags, FakeTensor):
             return
