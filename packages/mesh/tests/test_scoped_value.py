@@ -23,7 +23,7 @@ VALUE = ScopedValue("shoal_mesh_test_of_tasks", 0)
 
 @contextmanager
 def raised(by: int) -> Iterator[None]:
-    with VALUE.changed(lambda value: value + by):
+    with VALUE.change(lambda value: value + by):
         yield
 
 
@@ -161,7 +161,7 @@ def test_a_thread_ends_without_objects(block: str) -> None:
     held = []
 
     def in_block() -> None:
-        opened = value.entered(1) if block == "entered" else value.changed(lambda _: 1)
+        opened = value.entered(1) if block == "entered" else value.change(lambda _: 1)
         with opened:
             held.append(torch._C._is_key_in_tls(key))
         value.get()

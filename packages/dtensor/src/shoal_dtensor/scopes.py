@@ -50,7 +50,7 @@ class Scope:
         """The key of a scope among the scopes under the same rules."""
         return self.unknown, self.communication, self.plain_is_replicated, self.replicas_checked
 
-    def changed(self, **settings: Any) -> Scope:
+    def with_settings(self, **settings: Any) -> Scope:
         """Return the scope with these settings and the other settings of this scope."""
         return _register(replace(self, **settings, decisions={}))
 
@@ -75,7 +75,7 @@ _current = ScopedValue("shoal_dtensor_scope", DEFAULT)
 current: Callable[[], Scope] = _current.get
 entered: Callable[[Scope], AbstractContextManager[None]] = _current.entered
 # a block that changes the scope by a function; it may end after the block around it
-changed_by: Callable[[Callable[[Scope], Scope]], AbstractContextManager[None]] = _current.changed
+changed_by: Callable[[Callable[[Scope], Scope]], AbstractContextManager[None]] = _current.change
 # for dispatch, because it needs no Python call
 context_scope: Callable[[], Scope] = _current.own
 open_blocks: list[None] = _current.blocks
@@ -83,7 +83,7 @@ open_blocks: list[None] = _current.blocks
 
 def change_settings(**settings: Any) -> AbstractContextManager[None]:
     """Return a block with these settings and the other settings of the enclosing scope."""
-    return changed_by(lambda scope: scope.changed(**settings))
+    return changed_by(lambda scope: scope.with_settings(**settings))
 
 
 @contextmanager

@@ -121,7 +121,7 @@ class ScopedValue(Generic[T]):
     def entered(self, value: T) -> Iterator[None]:
         """Set `value` inside the block.
 
-        The block must end in the context that opened it, and before the blocks around it. `changed`
+        The block must end in the context that opened it, and before the blocks around it. `change`
         does not have this limit.
         """
         token = self._variable.set(value)
@@ -137,7 +137,7 @@ class ScopedValue(Generic[T]):
             self._variable.reset(token)
 
     @contextmanager
-    def changed(self, change: Callable[[T], T]) -> Iterator[None]:
+    def change(self, change: Callable[[T], T]) -> Iterator[None]:
         """Set the value inside the block to `change(value outside)`.
 
         If an enclosing block ends first, the value outside changes, and `change` is applied again.

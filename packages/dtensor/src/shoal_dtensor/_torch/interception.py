@@ -355,19 +355,21 @@ class ReplacedAttention(FunctionMode):
 
         recomputed_in(self, enter_once, self._outside[-1])
 
-    def _replaced(self, args: Any, kwargs: Any) -> Any:
+    def _run_replaced(self, args: Any, kwargs: Any) -> Any:
         self.hold_in_recomputation()
         return self._attend(*args, **kwargs)
 
     # Compiled code has a graph break here, because the attention depends on the settings of its
     # block and on its layout.
-    _replaced_in_graphs: ClassVar[Any] = _disable_dynamo(_replaced)
+    _replaced_in_graphs: ClassVar[Any] = _disable_dynamo(_run_replaced)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.scaled_dot_product_attention:
             compiling = torch.compiler.is_compiling()
             replaced = (
-                ReplacedAttention._replaced_in_graphs if compiling else ReplacedAttention._replaced
+                ReplacedAttention._replaced_in_graphs
+                if compiling
+                else ReplacedAttention._run_replaced
             )
             return replaced(self, args, kwargs or {})
         return super().__torch_function__(func, types, args, kwargs)

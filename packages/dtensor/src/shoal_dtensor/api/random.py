@@ -125,15 +125,15 @@ class OffsetBasedRNGTracker:
     @property
     def rng_states(self) -> dict[str, Tensor]:
         """The state of the mesh's generator, under torch's name for it."""
-        return {"parallel-rng": self._named("parallel-rng").get_state()}
+        return {"parallel-rng": self._generator_of("parallel-rng").get_state()}
 
     def get_seed(self, name: str = "parallel-rng") -> int:
         """Return the seed that the generator started from."""
-        return self._named(name).initial_seed()
+        return self._generator_of(name).initial_seed()
 
     def set_seed(self, name: str, seed: int) -> None:
         """Restart the generator from a seed."""
-        self._named(name).manual_seed(seed)
+        self._generator_of(name).manual_seed(seed)
         check_all_meshes_again()
 
     @contextmanager
@@ -147,7 +147,7 @@ class OffsetBasedRNGTracker:
         """
         yield
 
-    def _named(self, name: str) -> torch.Generator:
+    def _generator_of(self, name: str) -> torch.Generator:
         if name != "parallel-rng":
             raise RandomStateError(
                 f"{type(self).__name__}: expected the state 'parallel-rng', got {name!r}"

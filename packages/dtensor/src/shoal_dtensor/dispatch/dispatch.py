@@ -299,7 +299,7 @@ def _run_decision(
     if decision.result_kind is ResultKind.GROUPS:
         return decision.call(*args, **kwargs)
     if decision.result_kind is ResultKind.COMPOSITE:
-        with entered(current().changed(plain_is_replicated=True)):
+        with entered(current().with_settings(plain_is_replicated=True)):
             return decision.call(*args, **kwargs)
     if decision.notice:
         warn(decision.notice, stacklevel=2)

@@ -59,7 +59,7 @@ def dispatch_observed(
     specs, named = specs_of(cls, args, kwargs)
     decision = decide(op, specs, named, current())
     if decision.result_kind is ResultKind.COMPOSITE:
-        with entered(current().changed(plain_is_replicated=True)):
+        with entered(current().with_settings(plain_is_replicated=True)):
             return observer.run_composite(partial(decision.call, *args, **kwargs))
     if decision.result_kind is ResultKind.DYNAMIC or decision.write_backs:
         raise NoRuleError(f"{op}: its result depends on values, or its writes move between layouts")

@@ -432,7 +432,7 @@ class StridedDimSharding:
         return tuple(inner // outer for outer, inner in pairwise(counts))
 
     @cached_property
-    def _folded(self) -> list[tuple[int, DimSharding | None]]:
+    def _folded_dims(self) -> list[tuple[int, DimSharding | None]]:
         """The size and the sharding of each dim in `shape`; the sharding is None if unsharded."""
         # Elements of a unit in which each level's sharding is counted.
         # Example: [3, 1] for 12 elements in levels of 1 and 4 runs.
@@ -448,7 +448,7 @@ class StridedDimSharding:
     def size(self, coordinate: Sequence[int]) -> int:
         """Return the number of elements that the rank at a mesh coordinate holds."""
         sizes = []
-        for n, sharding in self._folded:
+        for n, sharding in self._folded_dims:
             sizes.append(n if sharding is None else sharding.size(coordinate))
         return prod(sizes)
 
@@ -461,7 +461,7 @@ class StridedDimSharding:
         # The runs along the folded dims so far. Example: for all rows and columns 3:6 of (2, 6),
         # they are [(0, 2)] after the rows, then [(3, 6), (9, 12)].
         runs = [(0, 1)]
-        for n, sharding in self._folded:
+        for n, sharding in self._folded_dims:
             whole = (0, n)
             start, stop = whole if sharding is None else sharding.interval(coordinate)
             if (start, stop) == whole:

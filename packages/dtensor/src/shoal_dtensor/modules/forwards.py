@@ -226,7 +226,7 @@ def arithmetic(mode: Arithmetic) -> Iterator[None]:
         finally:
             _traced.pop()
         return
-    with _current.changed(lambda _: mode):
+    with _current.change(lambda _: mode):
         yield
 
 

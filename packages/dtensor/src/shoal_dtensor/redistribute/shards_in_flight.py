@@ -276,6 +276,6 @@ def coalesce() -> Iterator[CoalescedBatch]:
         [(2,), (4,), (6,)]
     """
     batch = CoalescedBatch()
-    with _CURRENT.changed(lambda _: batch):
+    with _CURRENT.change(lambda _: batch):
         yield batch
     batch.flush()

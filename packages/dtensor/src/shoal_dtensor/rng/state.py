@@ -117,7 +117,7 @@ def random_mode(mode: Mode, axes: Sequence[int | str] = ()) -> Iterator[None]:
         ('dp',)
     """
     entered = replace(_check_mode(mode, axes), outside=tuple(checkpoints()))
-    with _current.changed(lambda _: entered):
+    with _current.change(lambda _: entered):
         yield
 
 

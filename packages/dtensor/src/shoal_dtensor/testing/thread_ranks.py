@@ -51,7 +51,7 @@ class Simulation:
         self.links = [ThreadLink(RankFacts(rank, size), conductor) for rank in range(size)]
 
     @property
-    def used(self) -> set[tuple[int, ...]]:
+    def used_groups(self) -> set[tuple[int, ...]]:
         """The ranks of groups in which the last run started a collective."""
         return self.links[0].conductor.used_groups
 

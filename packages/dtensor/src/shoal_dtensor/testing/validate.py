@@ -281,7 +281,7 @@ class CallTrial:
         """Run one case and record errors; return the mesh axes of its local functions' collectives."""
         meshes = self.meshes_of(shape)
         simulation = Simulation.of(meshes[0])
-        simulation.used.clear()
+        simulation.used_groups.clear()
         for mesh in meshes:
             # Otherwise the first random operator would run a collective that is not the rule's.
             count_as_checked(mesh)
@@ -304,7 +304,7 @@ class CallTrial:
             calls.append(LocalCall(self.call, inputs, specs[len(self.tensors) :]))
         declared = {axis for axis, row in enumerate(rows) if row.traffic is not None}
         problems = self._run_on_ranks(calls, terms, meshes, communicates=bool(declared))
-        used = {axis for ranks in simulation.used for axis in simulation.axes_of(ranks)}
+        used = {axis for ranks in simulation.used_groups for axis in simulation.axes_of(ranks)}
         undeclared = used - declared
         if undeclared:
             problem = (

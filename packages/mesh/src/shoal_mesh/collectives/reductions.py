@@ -127,7 +127,7 @@ def sums_in_tree() -> Iterator[None]:
         finally:
             _traced_blocks.pop()
         return
-    with _in_tree.changed(lambda _: True):
+    with _in_tree.change(lambda _: True):
         yield
 
 

@@ -49,7 +49,7 @@ def replicated_indices(equal: bool = True) -> Iterator[None]:
         torch.Size([2, 3])
     """
     require(equal, bool, "replicated_indices: equal is a bool", ArgumentTypeError)
-    with _REPLICATED.changed(lambda _: equal):
+    with _REPLICATED.change(lambda _: equal):
         yield
 
 

@@ -157,7 +157,7 @@ def implicit_reshard(allow: bool = True) -> Iterator[None]:
         tensor([1., 2., 3., 4.])
     """
     require(allow, bool, "implicit_reshard: allow is a bool", ArgumentTypeError)
-    with _MAY_RESHARD.changed(lambda _: allow):
+    with _MAY_RESHARD.change(lambda _: allow):
         yield
 
 

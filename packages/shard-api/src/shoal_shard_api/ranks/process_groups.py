@@ -143,7 +143,7 @@ def load_with_process_group(process_group: dist.ProcessGroup) -> Iterator[None]:
     """
     if _LOADING.own() is not None:
         raise ProcessGroupError("load_with_process_group is already active: it cannot be nested")
-    with _LOADING.changed(lambda _: resolve(process_group)):
+    with _LOADING.change(lambda _: resolve(process_group)):
         yield
 
 

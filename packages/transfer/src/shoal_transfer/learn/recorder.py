@@ -175,7 +175,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's c
                 self._by_storage[storage_key(result)] = self.tape.add_memory(result)
             outputs.append(self.operand_of(result) if is_new else None)
         written = [output for output in outputs if output is not None]
-        written.extend(map(self._watched, _written_tensors(func, args, kwargs)))
+        written.extend(map(self._known_operand, _written_tensors(func, args, kwargs)))
         if written:
             call = self._call_of(func, args, kwargs)
             self.tape.add_operation(replace(call, written=tuple(written), outputs=tuple(outputs)))
@@ -184,10 +184,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's c
         """Return the call of an operator as an operation without outputs."""
 
         def to_operand(value: Any) -> Any:
-            return self._watched(value) if isinstance(value, Tensor) else value
+            return self._known_operand(value) if isinstance(value, Tensor) else value
 
         recorded_args, recorded_kwargs = pytree.tree_map(to_operand, (args, kwargs))
-        read = tuple(self._watched(tensor) for tensor in _tensors_in((args, kwargs)))
+        read = tuple(self._known_operand(tensor) for tensor in _tensors_in((args, kwargs)))
         return Operation(func, recorded_args, recorded_kwargs, read=read)
 
     def _results_by_replay(
@@ -210,14 +210,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's c
 
         return pytree.tree_map(to_meta, results)
 
-    def _watched(self, tensor: Tensor) -> MemoryView:
+    def _known_operand(self, tensor: Tensor) -> MemoryView:
         operand = self.operand_of(tensor)
         assert operand is not None, "arguments and results must be watched before they are recorded"
         return operand
 
     def adopt(self, tensor: Tensor) -> MemoryView:
         """Return a tensor as a view of a watched memory; watch it if it is not."""
-        return self._watched(self._on_meta(tensor))
+        return self._known_operand(self._on_meta(tensor))
 
     def _on_meta(self, tensor: Tensor) -> Tensor:
         """Return the meta tensor that stands for a tensor."""
@@ -237,7 +237,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's c
 
     def _read_number(self, tensor: Tensor) -> float | int | bool:
         """Return the label of a tensor's one element, or its value if it is a constant."""
-        operand = self._watched(tensor)
+        operand = self._known_operand(tensor)
         try:
             found = self.elements_of(operand)
         except ComputedError as error:

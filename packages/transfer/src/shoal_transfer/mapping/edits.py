@@ -239,7 +239,7 @@ def _fillings(shapes: Shapes, template: str) -> Iterator[tuple[str, ...]]:
     """Yield the texts that `{}` stands for in each name that a template matches."""
     found = [match.groups() for name in shapes if (match := _pattern(template).fullmatch(name))]
     if not found:
-        raise MappingError(f"no tensor is named {template!r}; the names are {_some(shapes)}")
+        raise MappingError(f"no tensor is named {template!r}; the names are {_first_names(shapes)}")
     yield from found
 
 
@@ -263,11 +263,11 @@ def _require(shapes: Shapes, names: Sequence[str], target: str) -> None:
     missing = [name for name in names if name not in shapes]
     if missing:
         raise MappingError(
-            f"{target!r}: the tensor {missing[0]!r} does not exist; the names are {_some(shapes)}"
+            f"{target!r}: the tensor {missing[0]!r} does not exist; the names are {_first_names(shapes)}"
         )
 
 
-def _some(shapes: Shapes) -> str:
+def _first_names(shapes: Shapes) -> str:
     text = ", ".join([*shapes][:6])
     left_out = len(shapes) - 6
     return f"{text} and {left_out} more" if left_out > 0 else text

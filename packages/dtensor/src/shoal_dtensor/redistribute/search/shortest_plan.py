@@ -63,11 +63,11 @@ def cheapest_plans(
     """Return the cheapest plan within `memory_limit` bytes, and up to `wanted` - 1 other plans."""
     space = Space(src.example or src, dst.example or dst, links)
     search = _Search(space, memory_limit, wanted)
-    floor = search.run()
+    floor = search.search_all_starts()
     if not search.found:
         # For the message, search many paths without the limit.
         leanest = _Search(space, None, 32)
-        leanest.run()
+        leanest.search_all_starts()
         least = min([leanest.peak(found.edges) for found in leanest.found])
         source = space.start.box_bytes
         destination = space.goal.box_bytes
@@ -197,7 +197,7 @@ class _Search:
         self.cost_to_beat = inf
         self.nearest_states: dict[tuple[int, int, int], list[tuple[float, State]]] = {}
 
-    def run(self) -> float:
+    def search_all_starts(self) -> float:
         """Fill `found`; return a lower bound on the cost of every path that is not in it."""
         return min([self.search(_Trail(0.0, start, ())) for start in self.starts()])
 

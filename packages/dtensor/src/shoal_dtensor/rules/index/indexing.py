@@ -361,7 +361,7 @@ class _Writes(NamedTuple):
     def added_in(self, x: Tensor) -> _Writes:
         """Return writes that add the local rows to a shard, and nothing in place of the others."""
         if self._is_nothing(x):
-            return self._nothing()
+            return self._without_writes()
         # The other rows get different positions, because a device adds to equal positions one after
         # another.
         count = torch.arange(len(self.is_local), device=x.device)
@@ -380,7 +380,7 @@ class _Writes(NamedTuple):
         The others repeat the write of the last local one, or keep the old value if none is local.
         """
         if self._is_nothing(x):
-            return self._nothing()
+            return self._without_writes()
         is_local = self.is_local
         numbers = torch.arange(1, len(is_local) + 1, device=x.device)
         last = (is_local * numbers).argmax(0, keepdim=True)
@@ -397,7 +397,7 @@ class _Writes(NamedTuple):
     def _is_nothing(self, x: Tensor) -> bool:
         return 0 in x.shape or not len(self.is_local)
 
-    def _nothing(self) -> _Writes:
+    def _without_writes(self) -> _Writes:
         empty = [position[:0] for position in self.positions]
         return self._replace(positions=empty, rows=self.rows[:0])
 

@@ -63,15 +63,15 @@ class SliceMap(ShardingMap):
         is_inside = 0 <= self.start < self.step and not self.exclusive
         if is_inside and sharding.ragged is None and sharding.step % self.step == 0:
             # Example: x[::2] of shards 4 + 4 has shards 2 + 2.
-            length = self.before(sharding.length)
+            length = self.count_before(sharding.length)
             step = sharding.step // self.step
             selected = DimSharding.chunks(sharding.axes, sharding.axis_sizes, length, step)
         else:
             # Example: x[1:7] of shards 4 + 4 has shards 3 + 3.
-            selected = sharding.resharded(self.before, self.before(self.stop))
+            selected = sharding.resharded(self.count_before, self.count_before(self.stop))
         return selected.scaled(self.unit)
 
-    def before(self, position: int) -> int:
+    def count_before(self, position: int) -> int:
         """Return the number of selected elements before `position`."""
         # Example: x[1::3] has the 3 elements 1, 4 and 7 before position 8.
         elements = min(position, self.stop) - self.start
@@ -147,8 +147,8 @@ def _selected_here(call: OpCall, spec: Spec, dim: int) -> _SelectedHere:
     selected = selection(call, spec.shape[dim])
     offset = spec.offset(dim)
     # Example: for x[1:7] and the shard 4:8 they are 3 and 6.
-    first = selected.before(offset)
-    stop = selected.before(offset + spec.local_shape[dim])
+    first = selected.count_before(offset)
+    stop = selected.count_before(offset + spec.local_shape[dim])
     count = stop - first
     if not count:
         return _SelectedHere(first, 0, (0, 0, 1))

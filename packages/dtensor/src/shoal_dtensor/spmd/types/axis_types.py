@@ -108,7 +108,7 @@ class FoldedShard(Interned):
     dim: int
 
     def __new__(cls, placement: Placement, dim: int) -> FoldedShard:
-        return _folded(placement, dim)
+        return _folded_shard(placement, dim)
 
     def backward_type(self) -> FoldedShard:
         """Return the type of the gradient, which is sharded alike."""
@@ -119,7 +119,7 @@ class FoldedShard(Interned):
 
 
 @cache
-def _folded(placement: Placement, dim: int) -> FoldedShard:
+def _folded_shard(placement: Placement, dim: int) -> FoldedShard:
     folded = object.__new__(FoldedShard)
     object.__setattr__(folded, "placement", placement)
     object.__setattr__(folded, "dim", dim)
