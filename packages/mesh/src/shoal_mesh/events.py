@@ -170,7 +170,7 @@ def observe(observer: Observer) -> None:
     Example:
         >>> shown = SimpleNamespace(before=lambda event: print(event.op), after=lambda event: None)
         >>> observe(shown)
-        >>> observed(lambda: 3, "all_reduce", SimpleNamespace(size=2), ())
+        >>> run_observed(lambda: 3, "all_reduce", SimpleNamespace(size=2), ())
         all_reduce
         3
         >>> unobserve(shown)
@@ -221,7 +221,7 @@ def unobserved() -> Iterator[None]:
         >>> shown = SimpleNamespace(before=lambda event: print(event.op), after=lambda event: None)
         >>> observe(shown)
         >>> with unobserved():
-        ...     observed(lambda: 3, "all_reduce", SimpleNamespace(size=2), ())
+        ...     run_observed(lambda: 3, "all_reduce", SimpleNamespace(size=2), ())
         3
         >>> unobserve(shown)
     """

@@ -93,6 +93,7 @@ def replaced_names(module: str, replacements: Mapping[str, type]) -> Callable[[s
         >>> old_name = replaced_names("shapes", {"Circle": complex})
         >>> import warnings
         >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
         ...     old_name("Circle")
         <class 'complex'>
         >>> print(caught[0].message)
@@ -122,6 +123,7 @@ class OldAttribute:
         ...     size = OldAttribute("radius")
         >>> import warnings
         >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
         ...     Circle().size
         1
         >>> print(caught[0].message)

@@ -113,7 +113,7 @@ def with_dependence(tensor: Tensor, *to: Tensor) -> Tensor:
         Cumulative sums of two ranks, of which the first has nothing before it to add:
 
         >>> totals = torch.tensor([6.0, 15.0])
-        >>> bound(torch.tensor([1.0, 3.0, 6.0]), totals)
+        >>> with_dependence(torch.tensor([1.0, 3.0, 6.0]), totals)
         tensor([1., 3., 6.])
     """
     if not is_traced(tensor):
