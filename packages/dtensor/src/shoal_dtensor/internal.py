@@ -90,9 +90,10 @@ from .modules.owners import (
 )
 from .optim.norm_scope import register_norm_scope
 from .random_layouts.asserted import assert_layout
-from .random_layouts.functions import active, drawers_of
+from .random_layouts.functions import active, drawers_of, draws
 from .random_layouts.layouts import UNSEEN, global_stride, in_memory_as, layout_of, note_layout
 from .random_layouts.region import current_watch, unwatch_draws, watch_draws
+from .random_layouts.shadow_calls import run_without_memory
 from .redistribute.blocks import BlockMove, Blocks, Shards, exchange_blocks, move_blocks
 from .redistribute.plan import plan as plan_between
 from .redistribute.scatter import Scatter, scattering

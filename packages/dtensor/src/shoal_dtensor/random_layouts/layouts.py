@@ -12,7 +12,6 @@ All decisions depend only on specs and global sizes, so they are the same on all
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ import torch
 from torch import Tensor
 
 from .._torch.compiling import is_compiling
-from .._torch.operators import out_of_sight
 from .._torch.tensors import TensorNote, pytree
 from ..dispatch.global_call import replicated_spec, specs_in
 from ..errors import LayoutError
@@ -34,8 +32,8 @@ from ..layout.memory_order import dense_stride, dims_by_stride
 from ..layout.placements import Placement, Replicate, Shard, StridedShard
 from ..layout.spec import Spec
 from ..layout.tensor_meta import flatten
-from ..scopes import communication
 from ..tensor.dtensor import DTensor
+from .shadow_calls import run_without_memory
 
 _ATTRIBUTE = "_shoal_layout"
 AnyShard = Shard | StridedShard
@@ -229,30 +227,8 @@ def _run_on_specs(
     The tensors `outs` must be this rank's shards of these results.
     """
     inputs = specs_in((args, kwargs))
-
-    def shadow(value: Any) -> Any:
-        """Return a DTensor without memory for a spec or a plain tensor, and "meta" for a device."""
-        if isinstance(value, torch.device):
-            return torch.device("meta")
-        spec = replicated_spec(inputs[0].mesh, value) if isinstance(value, Tensor) else value
-        if not isinstance(spec, Spec):
-            return value
-        local = torch.empty_strided(
-            spec.local_shape, spec.local_stride, dtype=spec.dtype, device="meta"
-        )
-        return DTensor(local, spec)
-
     try:
-        # Dispatch modes, such as selective checkpoints and counters of users, must not observe
-        # these operators.
-        with out_of_sight(), warnings.catch_warnings(), communication("forbid"), torch.no_grad():
-            warnings.simplefilter("ignore")
-            given, named = pytree.tree_map(shadow, (tuple(args), dict(kwargs)))
-            results: list[Any] = [
-                out
-                for out in pytree.tree_leaves(function(*given, **named))
-                if isinstance(out, Tensor)
-            ]
+        results: list[Any] = run_without_memory(inputs[0].mesh, function, args, kwargs)
     except Exception as error:
         # An error of any type is the reason why the layout is unknown.
         raise UnknownLayoutError(str(error).partition("\n")[0]) from error
