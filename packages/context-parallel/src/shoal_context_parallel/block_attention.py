@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from shoal_dtensor.internal import apply, first_order_only, unwatched
+from shoal_dtensor.internal import apply, first_order_only, unwatched, unwatched_functions
 from shoal_mesh import Comm, all_gather_v, all_to_all_v, purpose, reduce_scatter_v
 from shoal_mesh.internal import Pending
 
@@ -287,8 +287,10 @@ class RotatedAttention(Function):
             return block_grad
 
         rotation = ROTATIONS[task.rotation]
-        blocks = rotation.blocks(own_block, shapes.flat, task.comm)
-        own_grad = rotation.gradients(add_gradients, blocks, shapes.flat, task.comm)
+        # The many functions on tiles are nothing that modes for torch functions need to observe.
+        with unwatched_functions():
+            blocks = rotation.blocks(own_block, shapes.flat, task.comm)
+            own_grad = rotation.gradients(add_gradients, blocks, shapes.flat, task.comm)
         dk, dv = shapes.keys_and_values(own_grad, task.rank)
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None
 
