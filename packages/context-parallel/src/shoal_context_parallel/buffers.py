@@ -4,11 +4,13 @@ Inside the block a buffer has this rank's positions of the sequence, and `Routed
 attention: queries at these positions see the keys of all ranks. When the block ends, the buffers
 get their old contents.
 
-May import: errors, interceptions, parallel_attention, position_mask, sequence_layout.
+May import: errors, followed_positions, interceptions, parallel_attention, position_mask,
+sequence_layout.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -24,6 +26,8 @@ from shoal_dtensor.internal import (
     UNSEEN,
     ReplacedAttention,
     device_of_numbers,
+    in_backward,
+    is_compiling,
     layout_of,
     note_layout,
     unwatched,
@@ -34,6 +38,7 @@ from shoal_mesh import DeviceMesh, all_gather, all_gather_v
 from shoal_mesh.internal import require_each
 
 from .errors import UnsupportedAttentionError
+from .followed_positions import UNFOLLOWED_RESULTS, FollowedPositions, followed_positions
 from .interceptions import Interceptions
 from .parallel_attention import (
     QKV,
@@ -48,6 +53,12 @@ from .sequence_layout import AttentionMask, Documents, SequenceLayout
 
 # Functions of torch that carry a state along a dim of their first argument.
 _RECURRENT = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
+# Names of the modules of this package and of those below. Their functions, such as collectives, move
+# positions between ranks by functions of torch, in which positions are not followed.
+_LAYERS_BELOW = tuple(
+    f"{__name__.partition('context_parallel.')[0]}{layer}."
+    for layer in ("mesh", "dtensor", "context_parallel")
+)
 _ROTATE_METHODS: dict[str, Method] = {"allgather": "allgather", "alltoall": "ring"}
 # a list of one element, which `set_rotate_method` replaces
 _default_method: list[Method] = ["allgather"]
@@ -122,7 +133,8 @@ def context_parallel(  # noqa: PLR0913  # torch's arguments, and options of the 
         for buffer, dim in sequences:
             shard = known_layout.shard(buffer.detach(), dim, comm.rank)
             shards.append((buffer, shard))
-    with _swap_contents(shards, unrestored), RoutedAttention(mesh, options):
+    block = RoutedAttention(mesh, options)
+    with _swap_contents(shards, unrestored), block, block.following(sequences):
         yield known_layout
 
 
@@ -305,6 +317,8 @@ class RoutedAttention(ReplacedAttention):
         self._refusal: StyleError | None = None
         # Mask of the attention that runs now, in addition to the mask of the options.
         self._rule: AttentionMask | None = None
+        # None outside of a block with buffers
+        self._followed: FollowedPositions | None = None
 
     def __enter__(self) -> Self:
         # other kinds of attention, which this mode of torch does not observe
@@ -314,6 +328,26 @@ class RoutedAttention(ReplacedAttention):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         _INTERCEPTIONS.leave()
+
+    @contextmanager
+    def following(self, buffers: Sequence[tuple[Tensor, int]]) -> Iterator[None]:
+        """Follow positions from the buffers, each with its sequence dim, through the functions."""
+        layout = self.options.layout
+        followed = None
+        if not isinstance(layout, str):
+            followed = followed_positions(tuple(self.comm.line), self.comm.rank, layout)
+        if followed is None:
+            yield
+            return
+        for buffer, dim in buffers:
+            followed.note_shard(buffer, dim)
+        self._followed = followed
+        try:
+            yield
+        finally:
+            self._followed = None
+            for buffer, _ in buffers:
+                followed.forget(buffer)
 
     def __torch_function__(
         self,
@@ -331,7 +365,16 @@ class RoutedAttention(ReplacedAttention):
             )
         if func in _RECURRENT or func is functional.conv1d:
             self._check_positions_apart(func, *args, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs)
+        out = super().__torch_function__(func, types, args, kwargs)
+        if self._followed is None or is_compiling() or type(out) in UNFOLLOWED_RESULTS:
+            return out
+        # A backward pass recomputes functions that the forward has followed.
+        if in_backward():
+            return out
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if not caller.startswith(_LAYERS_BELOW):
+            self._followed.follow(func, args, kwargs or {}, out, refuse_later=self._note_refusal)
+        return out
 
     def _check_positions_apart(self, func: Any, *args: Any, **kwargs: Any) -> None:
         """Raise if a recurrent layer or a convolution runs along this rank's positions."""
@@ -340,6 +383,9 @@ class RoutedAttention(ReplacedAttention):
         if self.comm.size == 1 or isinstance(layout, str):
             return
         if not isinstance(values, Tensor):
+            return
+        if self._followed is not None and self._followed.follows(values):
+            # The dim that holds positions is known.
             return
         positions = layout.sizes[self.comm.rank]
         if func is functional.conv1d:
@@ -374,6 +420,10 @@ class RoutedAttention(ReplacedAttention):
         """Make all ranks raise at the first attention; after it, raise on this rank."""
         if self._agreed:
             raise error
+        self._note_refusal(error)
+
+    def _note_refusal(self, error: StyleError) -> None:
+        """Make all ranks raise at the first attention; do nothing after it."""
         self._refusal = self._refusal or error
 
     @contextmanager

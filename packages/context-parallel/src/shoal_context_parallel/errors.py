@@ -6,7 +6,7 @@ from shoal_dtensor.errors import StyleError
 
 
 class UnsupportedAttentionError(StyleError, NotImplementedError):
-    """An attention that is not supported on a sharded sequence.
+    """An attention, or another function across positions, that a sharded sequence does not support.
 
     The message names the supported cases.
     """

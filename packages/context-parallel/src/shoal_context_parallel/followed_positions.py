@@ -1,0 +1,417 @@
+"""`FollowedPositions`: which dims of local tensors hold positions, and what functions do with them.
+
+A tensor of the block that holds this rank's positions has a note with its layout. The effect of a
+torch function on layouts is that of dispatch: the function runs once on DTensors without memory,
+where communication is forbidden. A function that would need to communicate mixes positions: on
+local tensors it computes on this rank's positions alone, so it is refused. Later calls with the
+same layouts look the result up.
+
+Three kinds of tensors are followed: shards of the sequence, sums over positions of one rank
+(`Partial`), and tensors that count this rank's positions from 0. All others have no note, and are
+taken for replicated where their shapes allow it, otherwise for shards. Decisions depend on layouts
+and shapes, so they are the same on all ranks.
+
+May import: call_layouts, calls_of_functions, errors, sequence_dims,
+sequence_layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from shoal_dtensor import Spec
+from shoal_dtensor.errors import StyleError
+from shoal_dtensor.internal import TensorNote, draws, pytree, unwatched_functions
+from shoal_mesh import abstract_mesh
+
+from .call_layouts import CallLayouts, CountedPositionsError
+from .calls_of_functions import (
+    BY_INDEX,
+    COPYING,
+    LISTS,
+    PLAIN,
+    Call,
+    MixedPositionsError,
+    UnfollowedCallError,
+    consumers,
+    is_torchs,
+    rank_of,
+    takes_local_rows,
+    takes_whole_blocks,
+)
+from .errors import UnsupportedAttentionError
+from .sequence_dims import (
+    SequenceDim,
+    TornPositionsError,
+    UnknownReshapeError,
+    sequence_dim,
+)
+from .sequence_layout import SequenceLayout
+
+_ATTRIBUTE = "_shoal_positions"
+_MOST_DECISIONS = 4096
+# Functions whose result may count positions, though no argument is followed.
+_COUNTING = frozenset((torch.arange, Tensor.__getitem__))
+# Most calls that a block observes read sizes and other attributes.
+UNFOLLOWED_RESULTS = frozenset((torch.Size, int, bool, float, torch.dtype, torch.device))
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # a descriptor of C
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Note(TensorNote):
+    """Attribute of a tensor that is followed.
+
+    Attributes:
+        owner: the object that follows the tensor.
+        spec: its layout; None for a tensor that counts this rank's positions from 0.
+    """
+
+    owner: FollowedPositions
+    spec: Spec | None
+
+
+class _Refusal(NamedTuple):
+    """The decision that a function mixes positions.
+
+    Attributes:
+        reason: completes the sentence about the function.
+        on_all_ranks: whether all ranks decide so.
+    """
+
+    reason: str
+    on_all_ranks: bool = True
+
+
+_Decision = tuple[Note | None, ...] | _Refusal
+WAY_OUT = (
+    "For attention call F.scaled_dot_product_attention or context_parallel_attention. Otherwise "
+    "compute it before the block and pass the result (positions, shifted labels, a table) as one of "
+    "the buffers, gather the positions of all ranks with context_parallel_unshard, or reduce over the "
+    "ranks with shoal_mesh.differentiable.all_reduce"
+)
+
+
+_COUNTED = (
+    "one of its arguments counts from 0 on every rank, by arange(n) or table[:n] of this rank's number "
+    "of positions, where it needs the positions of the sequence: layout.positions(rank), or "
+    "arange(length) among the buffers"
+)
+
+
+class FollowedPositions:
+    """Notes on tensors of blocks with one layout over the same ranks.
+
+    Args:
+        layout: the positions of the ranks, at least two on each.
+        rank: this rank's place in the layout.
+    """
+
+    def __init__(self, layout: SequenceLayout, rank: int) -> None:
+        self._layout = layout
+        # Decisions need no process groups.
+        self._mesh = abstract_mesh((layout.ranks,), ("sequence",), rank=rank)
+        self._layouts = CallLayouts(self._mesh, layout, self._counted)
+        self._count = layout.sizes[rank]
+        self._counting = Note(self, None)
+        # from an `arange(0, n)` that is right on rank 0, and would be right here as `arange(k, k + n)`
+        self._perhaps_counting = Note(self, None)
+        self._is_first = rank == 0
+        # one note for each layout, so that keys compare notes by identity
+        self._notes: dict[Spec, Note] = {}
+        self._decisions: dict[Any, _Decision] = {}
+        # by local shape and sequence dim
+        self._notes_of_buffers: dict[tuple[torch.Size, int], Note] = {}
+        # whether rank 0 holds the first positions of the sequence and no others
+        self._begins_at_zero = layout.ranges[0] == ((0, layout.sizes[0]),)
+
+    def note_shard(self, tensor: Tensor, dim: int) -> None:
+        """Note that dim `dim` of a tensor holds this rank's positions."""
+        key = (tensor.shape, dim)
+        note = self._notes_of_buffers.get(key)
+        if note is None:
+            held = SequenceDim(dim % tensor.ndim, 1, self._layout.sizes)
+            note = self._note_of(held.spec_of(self._mesh, tensor.shape, tensor.dtype))
+            self._notes_of_buffers[key] = note
+        self._set(tensor, note)
+
+    def forget(self, tensor: Tensor) -> None:
+        """Drop the note of a tensor."""
+        self._set(tensor, None)
+
+    def follows(self, value: Any) -> bool:
+        """Tell whether a value is a tensor that is followed."""
+        note = getattr(value, _ATTRIBUTE, None)
+        return bool(note and note.owner is self)
+
+    def follow(
+        self,
+        func: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        out: Any,
+        *,
+        refuse_later: Callable[[StyleError], None],
+    ) -> None:
+        """Note what the results of a function hold of the sequence.
+
+        Args:
+            func: the torch function.
+            args: its arguments.
+            kwargs: its keyword arguments.
+            out: what it returned.
+            refuse_later: takes an error that the other ranks may not have.
+
+        Raises:
+            UnsupportedAttentionError: on all ranks, if the function mixes positions.
+        """
+        outs = _tensors_of(out)
+        if not outs and func is not Tensor.__setitem__:
+            self._forget_written(func, args, kwargs)
+            return
+        key: list[Any] = [func]
+        is_followed = self._describe(args, key)
+        if kwargs:
+            key.append(tuple(kwargs))
+            is_followed = self._describe(kwargs.values(), key) or is_followed
+        if not is_followed:
+            if func in _COUNTING:
+                self._set(outs[0], self._counting_note(func, args, kwargs, outs[0]))
+            return
+        decision = self._decision_of(tuple(key), args, kwargs, outs)
+        if isinstance(decision, _Refusal):
+            error = _error_of(func, decision)
+            if decision.on_all_ranks:
+                raise error
+            refuse_later(error)
+            return
+        for tensor, note in zip(outs, decision, strict=False):
+            self._set(tensor, note)
+
+    def _forget_written(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Drop the notes of tensors that a collective, or `x.data = y`, gives other contents."""
+        if func == _SET_DATA:
+            self.forget(args[0])
+        elif str(getattr(func, "__module__", "")).startswith("torch.distributed"):
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                if self.follows(leaf):
+                    self.forget(leaf)
+
+    def _set(self, tensor: Tensor, note: Note | None) -> None:
+        if note is not None or hasattr(tensor, _ATTRIBUTE):
+            setattr(tensor, _ATTRIBUTE, note)
+
+    def _note_of(self, spec: Spec) -> Note:
+        """Return the note of a layout. The dtype of a tensor is not part of its layout."""
+        spec = spec.with_(shape=spec.shape, dtype=torch.float32)
+        return self._notes.setdefault(spec, Note(self, spec))
+
+    # --- tensors that count positions from 0 ------------------------------------------------------
+
+    def _counting_note(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Note | None:
+        """Return the note of a result that counts this rank's positions, from unfollowed arguments.
+
+        These are `arange(n)` and `table[:n]` for the number `n` of positions that this rank has.
+        """
+        # torch makes a new object of a builtin for each call
+        if func == torch.arange:
+            start = args[0] if len(args) > 1 else kwargs.get("start")
+            step = args[2] if len(args) > 2 else kwargs.get("step", 1)
+            if out.shape != (self._count,) or (start or 0) != 0 or step != 1:
+                return None
+            if start is None or not self._begins_at_zero:
+                return self._counting
+            return None if self._is_first else self._perhaps_counting
+        if type(args[0]) not in PLAIN:
+            return None
+        first_rows = slice(None, self._count)
+        for size, index in zip(args[0].shape, consumers(args[0].shape, args[1]), strict=False):
+            if type(index) is slice and index == first_rows and size > self._count:
+                return self._counting
+        return None
+
+    def _still_counts(self, call: Call, outs: Sequence[Tensor]) -> _Decision:
+        """Return the notes of results of a function of tensors that count positions.
+
+        A sum with another number may be a position of the sequence, and rows that are taken by
+        counted indices are local rows unless a larger table is indexed.
+        """
+        others = [leaf for leaf in call.leaves if isinstance(leaf, Tensor | int | float)]
+        is_sum = call.name.strip("_").removeprefix("r").removeprefix("i") in ("add", "sub")
+        counted = [leaf for leaf in others if isinstance(leaf, Tensor) and self._counted(leaf)]
+        if is_sum and len(counted) < len(others):
+            return ()
+        source = call.args[0] if call.args else None
+        if call.name in BY_INDEX and isinstance(source, Tensor):
+            is_larger = self._counted(source) or len(source) > self._count
+            if not is_larger:
+                return ()
+        is_certain = any(getattr(leaf, _ATTRIBUTE) is self._counting for leaf in counted)
+        note = self._counting if is_certain else self._perhaps_counting
+        return tuple([note if self._count in out.shape else None for out in outs])
+
+    def _counted(self, value: Any) -> bool:
+        """Tell whether a value is a tensor that counts positions from 0."""
+        note = getattr(value, _ATTRIBUTE, None)
+        return note is self._counting or note is self._perhaps_counting
+
+    # --- decisions --------------------------------------------------------------------------------
+
+    def _describe(self, values: Iterable[Any], key: list[Any]) -> bool:
+        """Append all properties of arguments that a decision depends on to a key.
+
+        Returns:
+            whether one of the arguments is followed.
+        """
+        is_followed = False
+        for value in values:
+            kind = type(value)
+            if kind is Tensor or kind is Parameter:
+                note = getattr(value, _ATTRIBUTE, None)
+                if note and note.owner is self:
+                    is_followed = True
+                    key.append(note)
+                else:
+                    key.append(value.shape)
+                key.append(value.dtype)
+            elif kind in LISTS:
+                key.append(len(value))
+                is_followed = self._describe(value, key) or is_followed
+            elif kind is slice:
+                key += (slice, value.start, value.stop, value.step)
+            else:
+                # The type tells values that are equal apart, such as 1 and True.
+                key += (kind, value)
+        return is_followed
+
+    def _decision_of(
+        self, key: tuple[Any, ...], args: Any, kwargs: Any, outs: Sequence[Tensor]
+    ) -> _Decision:
+        """Return what a call with followed arguments does, as decided at the first such call."""
+        try:
+            found = self._decisions.get(key)
+        except TypeError:
+            # an argument that cannot be part of a key
+            return ()
+        if found is None:
+            func = key[0]
+            with unwatched_functions():
+                found = self._decide(func, _name_of(func), args, kwargs, outs=outs)
+            if len(self._decisions) < _MOST_DECISIONS:
+                self._decisions[key] = found
+        return found
+
+    def _decide(
+        self,
+        func: Callable[..., Any],
+        name: str,
+        args: Any,
+        kwargs: Any,
+        outs: Sequence[Tensor],
+    ) -> _Decision:
+        given, named = pytree.tree_map(self._layout_of, (tuple(args), dict(kwargs)))
+        call = Call(name, func, given, named)
+        # DTensors and tensors of other classes have their own rules.
+        tensors = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
+        if not is_torchs(func) or any(type(tensor) not in PLAIN for tensor in tensors):
+            return ()
+        if not call.specs:
+            return self._still_counts(call, outs)
+        if takes_local_rows(call) or takes_whole_blocks(call, self._layout):
+            return ()
+        source = next((value for value in call.args if isinstance(value, Spec)), call.specs[0])
+        if draws(name, args, kwargs) or name in COPYING:
+            return self._like(source, outs)
+        if not any(map(sequence_dim, call.specs)) and not any(map(rank_of, call.leaves)):
+            # numbers, such as losses: each rank has its own part
+            return self._like(source, outs)
+        try:
+            return self._noted(self._layouts.after(call, outs), outs)
+        except (UnfollowedCallError, UnknownReshapeError):
+            return ()
+        except TornPositionsError:
+            return _Refusal(
+                f"its result of local shape {tuple(outs[0].shape)} would have rows with positions of "
+                f"several ranges or batch rows, because this rank's {self._count} of "
+                f"{self._layout.length} positions are not whole blocks of such rows"
+            )
+        except CountedPositionsError:
+            is_certain = any(
+                getattr(leaf, _ATTRIBUTE, None) is self._counting for leaf in call.leaves
+            )
+            return _Refusal(_COUNTED, on_all_ranks=is_certain)
+        except MixedPositionsError as error:
+            return _Refusal(str(error))
+
+    def _layout_of(self, value: Any) -> Any:
+        """Return the layout of a tensor that is followed; another value as it is."""
+        note = getattr(value, _ATTRIBUTE, None)
+        if not note or note.owner is not self or note.spec is None:
+            return value
+        return note.spec.with_(dtype=value.dtype)
+
+    def _like(self, spec: Spec, outs: Sequence[Tensor]) -> _Decision:
+        """Return notes for results with the layout of an argument."""
+        note = self._note_of(spec)
+        return tuple([note if out.shape == spec.local_shape else None for out in outs])
+
+    def _noted(self, specs: Sequence[Spec | None], outs: Sequence[Tensor]) -> _Decision:
+        notes: list[Note | None] = []
+        # A function that writes to a tensor returns none.
+        for spec, out in zip(specs, outs, strict=bool(outs)):
+            # Numbers of tokens and the like are for the rank's own bookkeeping.
+            is_count = spec is not None and spec.partials and not out.is_floating_point()
+            is_followed = spec is not None and not spec.replicated and not is_count
+            notes.append(self._note_of(spec) if spec is not None and is_followed else None)
+        return tuple(notes)
+
+
+@lru_cache(maxsize=64)
+def followed_positions(
+    line: tuple[int, ...], rank: int, layout: SequenceLayout
+) -> FollowedPositions | None:
+    """Return the object that follows tensors in blocks over the same ranks with the same layout.
+
+    Args:
+        line: the global ranks of the axis.
+        rank: this rank's place among them.
+        layout: their positions.
+
+    Returns:
+        None if a rank has fewer than two positions: sizes would not show which dim holds them.
+    """
+    if layout.ranks != len(line) or layout.ranks == 1 or min(layout.sizes) < 2:
+        return None
+    return FollowedPositions(layout, rank)
+
+
+def _error_of(func: Any, refusal: _Refusal) -> UnsupportedAttentionError:
+    """Return the error of a refused call, with the line of the program."""
+    # imported here, because few programs use the type checker
+    from shoal_dtensor.internal import spmd
+
+    spmd.hide_frames_of(str(Path(__file__).parent))
+    return UnsupportedAttentionError(
+        f"{spmd.user_line()}: {_name_of(func)} inside of context parallelism: {refusal.reason}. "
+        f"{WAY_OUT}"
+    )
+
+
+def _tensors_of(out: Any) -> Sequence[Tensor]:
+    if isinstance(out, Tensor):
+        return (out,)
+    if isinstance(out, LISTS) and out and isinstance(out[0], Tensor):
+        return [each for each in out if isinstance(each, Tensor)]
+    return ()
+
+
+def _name_of(func: Any) -> str:
+    # Example: "relu" for `relu.default`.
+    return str(getattr(func, "__name__", "")).partition(".")[0]
