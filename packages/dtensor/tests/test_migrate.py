@@ -46,6 +46,12 @@ REWRITTEN = {
     "from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info\n": (
         "from shoal_data_parallel import mesh_info as _get_mesh_info\n"
     ),
+    "from torch.distributed.tensor.experimental._attention import _context_parallel_shard\n": (
+        "from shoal_context_parallel import context_parallel_shard as _context_parallel_shard\n"
+    ),
+    "from torch.distributed.tensor.experimental._context_parallel import _HeadTailLoadBalancer as H\n": (
+        "from shoal_context_parallel import head_tail_layout as H\n"
+    ),
     "import torch.distributed.fsdp._fully_shard._fsdp_init as init\ninit._get_mesh_info(m)\n": (
         "import shoal_data_parallel\nimport torch.distributed.fsdp._fully_shard._fsdp_init as init\n"
         "shoal_data_parallel.mesh_info(m)\n"
