@@ -62,6 +62,27 @@ _MOST_DECISIONS = 4096
 _COUNTING = frozenset((torch.arange, Tensor.__getitem__))
 # Most calls that a block observes read sizes and other attributes.
 UNFOLLOWED_RESULTS = frozenset((torch.Size, int, bool, float, torch.dtype, torch.device))
+# Functions of two losses whose result is again each rank's loss: sums with a term that is equal on
+# all ranks, means over a rank's own tokens, and replacements of losses that are not finite.
+_COMBINING = frozenset(
+    {
+        "__iadd__",
+        "__isub__",
+        "__itruediv__",
+        "__radd__",
+        "__rsub__",
+        "__truediv__",
+        "add",
+        "add_",
+        "div",
+        "div_",
+        "nan_to_num",
+        "sub",
+        "sub_",
+        "true_divide",
+        "where",
+    }
+)
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # a descriptor of C
 
 
@@ -185,6 +206,7 @@ class FollowedPositions:
             if func in _COUNTING:
                 self._set(outs[0], self._counting_note(func, args, kwargs, outs[0]))
             return
+        key.append(any(out.requires_grad for out in outs))
         decision = self._decision_of(tuple(key), args, kwargs, outs)
         if isinstance(decision, _Refusal):
             error = _error_of(func, decision)
@@ -330,8 +352,7 @@ class FollowedPositions:
         if draws(name, args, kwargs) or name in COPYING:
             return self._like(source, outs)
         if not any(map(sequence_dim, call.specs)) and not any(map(rank_of, call.leaves)):
-            # numbers, such as losses: each rank has its own part
-            return self._like(source, outs)
+            return self._after_numbers(call, source, outs)
         try:
             return self._noted(self._layouts.after(call, outs), outs)
         except (UnfollowedCallError, UnknownReshapeError):
@@ -349,6 +370,22 @@ class FollowedPositions:
             return _Refusal(_COUNTED, on_all_ranks=is_certain)
         except MixedPositionsError as error:
             return _Refusal(str(error))
+
+    def _after_numbers(self, call: Call, source: Spec, outs: Sequence[Tensor]) -> _Decision:
+        """Decide about a function of numbers, such as losses, of which each rank has its own part.
+
+        Example: `sigmoid` of a sum over positions is refused if a gradient flows through it. A
+        number without a gradient is for the rank's own report.
+        """
+        trains = any(out.requires_grad for out in outs)
+        if trains and call.name not in _COMBINING:
+            try:
+                self._layouts.after(call, outs)
+            except MixedPositionsError as error:
+                return _Refusal(f"{error} (for a report, take it of x.detach())")
+            except UnfollowedCallError:
+                return ()
+        return self._like(source, outs)
 
     def _layout_of(self, value: Any) -> Any:
         """Return the layout of a tensor that is followed; another value as it is."""

@@ -187,6 +187,9 @@ MIXING: dict[str, Program] = {
     "pooled loss": lambda given: functional.cross_entropy(
         given.x.mean(1) @ given.head.T, torch.tensor([1, 2])
     ),
+    "sigmoid of a sum": lambda given: functional.logsigmoid((given.x @ given.square).sum()),
+    "penalty of a norm": lambda given: 0.1 * (given.x @ given.square).norm(),
+    "square of a loss": lambda given: ((given.x @ given.square) ** 2).mean() ** 2,
     "adaptive pooling": lambda given: functional.adaptive_avg_pool1d(
         given.channels_first(), 1
     ).sigmoid(),
@@ -333,6 +336,14 @@ def loss_by_slices(given: Inputs) -> Tensor:
     return loss
 
 
+def report_a_loss(given: Inputs) -> Tensor:
+    loss = (given.x @ given.square).square().sum()
+    perplexity = loss.detach().exp()
+    with torch.no_grad():
+        perplexity = perplexity + loss.sigmoid()
+    return loss + 0 * perplexity.isnan()
+
+
 def stacked_and_split(given: Inputs) -> Tensor:
     first, second = torch.stack([given.x @ given.square, given.x], 1).unbind(1)
     return first.exp().sum() + (2 * second).exp().sum()
@@ -388,7 +399,12 @@ RIGHT: dict[str, Program] = {
     ),
     "mean of squares": lambda given: (
         ((given.x @ given.square) ** 2).mean() * given.x.numel()
-        + (given.x @ given.square).norm() * 0
+        + (given.x @ given.square).norm().detach() * 0
+    ),
+    "report of a loss": report_a_loss,
+    "loss with a penalty of weights": lambda given: (
+        (given.x @ given.square).square().sum() / 2
+        - (given.x @ given.square).square().sum().nan_to_num()
     ),
     "stacked and split": stacked_and_split,
     "written features": lambda given: _with_written_features(given).exp().sum(),
