@@ -22,11 +22,11 @@ class Scalar:
 
     Args:
         value: an int, a float or a complex number.
-        spmd_type: types by axis: R, I, V or P.
+        spmd_type: the type on each axis: R (replicated), I (invariant), V (varying) or P (partial).
 
     Raises:
-        ArgumentTypeError: for another value, or a bool.
-        SpmdTypeError: for other types.
+        ArgumentTypeError: if `value` is a bool, or not a number.
+        SpmdTypeError: if a type is not R, I, V or P.
 
     Example:
         >>> with set_current_mesh(abstract_mesh((4,), ("tp",))), typecheck():
@@ -45,7 +45,7 @@ class Scalar:
                     f"Scalar: the type over {axis!r} must be R, I, V or P, got {axis_type!r}"
                 )
         self._value = value
-        self._type = spmd.read_type(spmd_type, 0)
+        self._type = spmd.read_type(spmd_type, ndim=0)
 
     @property
     def value(self) -> int | float | complex:
@@ -55,13 +55,17 @@ class Scalar:
     @property
     def local_type(self) -> dict[spmd.MeshAxis, spmd.AxisType]:
         """The type on each axis."""
+        # A number does not have dims, so its type is already without S(dim).
         return {**self._type.local}
 
     def operand(self) -> Any:
         """Return the number as a tensor with the type; while types are not checked, the number."""
         if not spmd.is_type_checking():
             return self._value
+        # The checker leaves `torch.tensor` out; the type is set below.
         with spmd.paused():
+            # In an operator with a tensor of the same kind, a tensor of 0 dims does not change the
+            # dtype of the result, as a number does not. The widest dtype keeps the number exact.
             tensor = torch.tensor(self._value, dtype=_widest(self._value))
         spmd.set_type(tensor, self._type)
         return tensor

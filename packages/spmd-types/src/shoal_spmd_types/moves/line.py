@@ -20,8 +20,10 @@ class Line:
 
     Attributes:
         axis: the axis.
-        rank: the position of this rank; 0 on an abstract mesh without a coordinate.
-        comm: the communicator; None if the mesh has no process groups.
+        rank: the position of this rank along the axis; 0 if this rank does not have a coordinate in
+            the current mesh, or if the axis is not in the mesh.
+        comm: the communicator; None if the mesh does not have process groups, or does not have the
+            axis.
     """
 
     axis: spmd.MeshAxis
@@ -33,8 +35,11 @@ class Line:
         """The number of ranks along the axis."""
         return self.axis.size()
 
-    def sends(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is sent; for tensors without memory only shapes are computed.
+    def must_send(self, tensor: torch.Tensor) -> bool:
+        """Return whether a collective along the line must send a tensor.
+
+        It sends nothing along an axis of one rank. For a tensor without memory it only computes the
+        shape of the result.
 
         Raises:
             NoGroupError: if the tensor has memory, and the axis has several ranks and no
@@ -52,14 +57,16 @@ class Line:
         return True
 
 
-# The most lines in the cache. Simulated ranks have communicators of their own, so there may be many.
+# The cache is emptied when it has more lines. Each communicator adds a line, and where one process
+# simulates many ranks, every simulated rank has communicators of its own.
 _MOST_LINES = 1024
 
 
 class _Cache:
     """The lines by group or communicator, under one default group.
 
-    A line keeps its group alive, so the cache is emptied under another default group.
+    A line keeps its group alive. The cache is therefore emptied after `torch.distributed` has been
+    initialized again, which makes another default group.
     """
 
     world: ProcessGroup | None = None
@@ -73,12 +80,14 @@ def line_along(axis: Any) -> Line:
         axis: a process group, a communicator, or a name or `MeshAxis` of the current mesh.
 
     Raises:
-        SpmdTypeError: if the current mesh does not have the axis.
+        SpmdTypeError: if `axis` is a name that the current mesh does not have. A `MeshAxis` that is
+            not in the current mesh has a line without a communicator.
         ArgumentTypeError: for other arguments.
     """
     if isinstance(axis, Comm | ProcessGroup):
         return _line_of(axis)
     current = spmd.MESH.get()
+    # `CurrentMesh.lines` is a cache by name. Most programs give names; a `MeshAxis` is rare.
     if current is None or not isinstance(axis, str):
         return _line_in(current, axis)
     line: Line | None = current.lines.get(axis)
@@ -98,6 +107,7 @@ def _line_in(current: spmd.CurrentMesh | None, axis: Any) -> Line:
         return Line(found, 0, None)
     index = axes.index(found)
     mesh = current.mesh
+    # The program may have given torch's DeviceMesh, which does not have communicators of shoal.
     if not isinstance(mesh, DeviceMesh):
         return _line_of(mesh.get_group(index))
     coordinate = mesh.get_coordinate()
@@ -111,7 +121,9 @@ def _line_in(current: spmd.CurrentMesh | None, axis: Any) -> Line:
 def _line_of(group: ProcessGroup | Comm) -> Line:
     """Return the cached line of a group or communicator."""
     world = dist.group.WORLD
-    if world is not _Cache.world or len(_Cache.lines) > _MOST_LINES:
+    is_of_other_world = world is not _Cache.world
+    is_full = len(_Cache.lines) > _MOST_LINES
+    if is_of_other_world or is_full:
         _Cache.lines.clear()
         _Cache.world = world
     line = _Cache.lines.get(group)

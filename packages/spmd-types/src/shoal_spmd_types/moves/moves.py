@@ -185,7 +185,7 @@ def run_step(step: TypeStep, x: Tensor, line: Line) -> Tensor:
     if step.kind == "pad":
         return _pad(step, x, line)
     # The other kinds are collectives. A single rank and tensors without memory send nothing.
-    if not line.sends(x):
+    if not line.must_send(x):
         return _run_alone(step, x, line)
     collective = _collective(step, x, line)
     return collective.shaped(collective.start())
@@ -196,7 +196,7 @@ def _communicates(step: TypeStep, x: Tensor, line: Line) -> bool:
 
     Under a compiler it cannot: the compiler places the waits of collectives by itself.
     """
-    return step.kind in _COLLECTIVES and line.sends(x) and not is_compiling()
+    return step.kind in _COLLECTIVES and line.must_send(x) and not is_compiling()
 
 
 def _start(step: TypeStep, x: Tensor, line: Line, dtype: torch.dtype | None) -> Tensor:
