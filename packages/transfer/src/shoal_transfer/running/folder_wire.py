@@ -17,9 +17,11 @@ from torch import Tensor
 from ..errors import TransferError
 from ..manifest.describe import FILE_DTYPES, read_header
 
+# torch.float32 -> "F32"
 _NAME_OF_DTYPE = {getattr(torch, dtype): name for name, dtype in FILE_DTYPES.items()}
 _ELEMENTS = "elements"
-# seconds between two looks for a file: the pause is doubled up to the longest
+# Seconds between two checks whether a file exists. The pause doubles after each check, but is at
+# most the longest one.
 _FIRST_PAUSE = 0.0001
 _LONGEST_PAUSE = 0.05
 
@@ -30,13 +32,16 @@ class FolderWire:
     A folder in /dev/shm is memory that the processes of one host share; a folder of a shared file
     system joins hosts. A message is a safetensors file with one tensor, "elements". The file is
     written under another name and then renamed, so that it is complete when it appears. The
-    receiver removes it. Values of `gather` are pickled, so anybody who can write to the folder can
-    run code in the members.
+    receiver removes it.
+
+    Values of `gather` are pickled. Anybody who can write to the folder can therefore run code in
+    the members.
 
     Args:
-        folder: the folder, which is made if it does not exist. Each transfer object needs its own.
+        folder: the folder, which is made if it does not exist. Each `WeightTransfer`
+            needs a folder of its own.
         member: number of this process among the members: ranks of the source in order, then ranks
-            of the target (`Roster`).
+            of the target. With 2 source ranks, target rank 0 is member 2.
         size: number of members.
         timeout: seconds after which a message counts as lost.
 
@@ -63,6 +68,7 @@ class FolderWire:
         self._folder.mkdir(parents=True, exist_ok=True)
         # number of exchanges and gathers so far, equal on all members; part of the names of files
         self._round = 0
+        # messages from this member, see `_path`
         old = sorted(self._folder.glob(f"*-{member}-*"))
         if old:
             raise TransferError(f"{old[0]} was written by an earlier run; use a new folder")
@@ -93,6 +99,7 @@ class FolderWire:
         return values
 
     def _path(self, sender: int, receiver: int) -> Path:
+        # for example 00000012-0-3
         return self._folder / f"{self._round:08d}-{sender}-{receiver}"
 
     def _write(self, path: Path, parts: Sequence[bytes | memoryview]) -> None:
@@ -108,8 +115,11 @@ class FolderWire:
             raise TransferError(f"{path} has {count} elements, but the plan has {flat.numel()}")
         size = path.stat().st_size
         mapped = torch.from_file(str(path), size=size, dtype=torch.uint8)
-        # a copy, because the file's memory ends with the file
-        flat.copy_(mapped[size - flat.nbytes :].clone().view(flat.dtype))
+        # The data comes last in the file, after the header.
+        data = mapped[size - flat.nbytes :]
+        # Memory that is viewed as wider elements must begin at a multiple of their size, as a clone
+        # does.
+        flat.copy_(data.clone().view(flat.dtype))
         path.unlink()
 
     def _wait_for(self, path: Path) -> None:

@@ -31,13 +31,29 @@ class Counts:
 class _MessageKey(NamedTuple):
     """One message of a run.
 
-    A step has at most two exchanges. Twice the number of the step, plus the index of the exchange
-    in the step, is therefore a different `place` for each exchange.
+    Attributes:
+        sender: the member that sends it.
+        receiver: the member that receives it.
+        place: a number for each exchange of the run, see `_place_of`.
     """
 
     sender: int
     receiver: int
     place: int
+
+
+class _Report(NamedTuple):
+    """The facts about a run that one member sends to all members.
+
+    Attributes:
+        sent: digests of the messages that the member has sent.
+        arrived: digests of the messages to the member, computed from its memory at the end.
+        overwritten: names of target tensors in which a local copy or fill was overwritten.
+    """
+
+    sent: dict[_MessageKey, int]
+    arrived: dict[_MessageKey, int]
+    overwritten: list[str]
 
 
 class Runner:
@@ -76,12 +92,13 @@ class Runner:
         """Run a program.
 
         A receiver computes its digests when everything is written, from the elements that its
-        memory holds then. An element that a later message has overwritten changes the digest of its
-        own message, so the comparison with the sender's digest finds it.
+        memory holds then. If a later message has overwritten elements of an earlier one, the digest
+        of the earlier message differs from the sender's digest, so the comparison finds it.
 
         Args:
             steps: the program of this rank.
-            is_delta: whether both sides have the elements of the last run.
+            is_delta: whether only elements that have changed since the last run are sent. Both
+                sides must have the elements of the last run.
             targets_overlap: whether target tensors of this rank share memory. Elements that are
                 copied and filled inside this process are then compared at the end, too.
 
@@ -95,11 +112,12 @@ class Runner:
                 view.fill_(value)
             for target, source in step.copies:
                 target.copy_(source)
-            for stage, exchange in enumerate(step.exchanges):
-                place = 2 * number + stage
+            for index, exchange in enumerate(step.exchanges):
+                place = _place_of(number, index)
                 flats = self._pack(exchange, step.dtype)
-                # After the last exchange is packed, all elements of the source are in buffers. If
-                # the last step has no exchange, the caller of `run` finishes the reading.
+                # After the last exchange is packed, all elements of the source are in buffers. But
+                # if targets overlap, the comparison at the end reads the source again. In this case,
+                # and if the last step has no exchange, the caller of `run` finishes the reading.
                 is_last = step is steps[-1] and exchange is step.exchanges[-1]
                 if is_last and not targets_overlap:
                     self.finish_reading()
@@ -108,11 +126,13 @@ class Runner:
                     self._exchange_deltas(exchange, flats, counts)
                 else:
                     self._exchange_whole(exchange, flats, step.dtype, counts)
+            # The sources are elements that have just arrived.
             for target, source in step.repeats:
                 target.copy_(source)
         if self._digests:
             overwritten = _overwritten(steps) if targets_overlap else []
-            self._compare_digests(steps, sent, self._digests_in_memory(steps), overwritten)
+            arrived = self._digests_in_memory(steps)
+            self._compare_digests(steps, _Report(sent, arrived, overwritten))
         return counts
 
     def _pack(self, exchange: Exchange, dtype: torch.dtype) -> list[Tensor]:
@@ -135,8 +155,8 @@ class Runner:
         """Return digests of all elements that arrived, as the memory holds them now."""
         arrived = dict[_MessageKey, int]()
         for number, step in enumerate(steps):
-            for stage, exchange in enumerate(step.exchanges):
-                place = 2 * number + stage
+            for index, exchange in enumerate(step.exchanges):
+                place = _place_of(number, index)
                 for incoming in exchange.incoming:
                     key = _MessageKey(incoming.member, self._wire.member, place)
                     arrived[key] = digest_of(incoming.read())
@@ -147,9 +167,9 @@ class Runner:
     ) -> None:
         """Send all elements."""
         device = _device_of(exchange)
+        # Both lists begin with the same empty message for each member: nothing is written to it. The
+        # messages of this exchange replace some of them below.
         sends = [torch.empty(0, dtype=dtype, device=device) for _ in range(self._wire.size)]
-        # Both lists begin with an empty message for each member. The messages of this exchange
-        # replace some of them below.
         receives = list(sends)
         for outgoing, flat in zip(exchange.outgoing, flats, strict=True):
             sends[outgoing.member] = flat
@@ -177,7 +197,7 @@ class Runner:
         ]
         headers = [torch.zeros(2, dtype=torch.int64, device=device) for _ in payloads]
         for outgoing, flat in zip(exchange.outgoing, flats, strict=True):
-            assert outgoing.last is not None, "both sides have the elements of the last run"
+            assert outgoing.last is not None, "the last run kept the elements that it sent"
             encoded = encode_delta(flat, outgoing.last)
             payloads[outgoing.member] = flat.view(torch.uint8) if encoded is None else encoded
             header = [payloads[outgoing.member].numel(), int(encoded is not None)]
@@ -191,8 +211,12 @@ class Runner:
         self._wire.exchange(payloads, arrivals)
         for incoming in exchange.incoming:
             payload = arrivals[incoming.member]
-            if bool(received[incoming.member][1]):
-                incoming.write(apply_delta(payload, incoming.read().clone()))
+            is_encoded = bool(received[incoming.member][1])
+            if is_encoded:
+                # The memory still holds the elements of the last run, which the delta changes. They
+                # are cloned, because `read` may return a view of the memory.
+                last = incoming.read().clone()
+                incoming.write(apply_delta(payload, last))
             else:
                 incoming.write(payload.view(incoming.dtype))
         for outgoing, flat in zip(exchange.outgoing, flats, strict=True):
@@ -203,7 +227,8 @@ class Runner:
     ) -> list[Tensor]:
         """Return flat tensors of these sizes in one buffer, the same at each run.
 
-        They are adjacent in the order of members, so that an all-to-all does not copy them.
+        They are adjacent in the order of `sizes`. The messages of an exchange are listed by member,
+        so an all-to-all sends the buffer without a copy.
         """
         nbytes = sum(sizes) * dtype.itemsize
         key = (purpose, device)
@@ -212,38 +237,53 @@ class Runner:
         buffer = self._buffers[key][:nbytes].view(dtype)
         return list(torch.split(buffer, sizes))
 
-    def _compare_digests(
-        self,
-        steps: list[ProgramStep],
-        sent: dict[_MessageKey, int],
-        arrived: dict[_MessageKey, int],
-        overwritten: list[str],
-    ) -> None:
+    def _compare_digests(self, steps: list[ProgramStep], own_report: _Report) -> None:
         """Raise on all ranks if some message arrived with another digest, or was overwritten."""
-        of_members = self._wire.gather((sent, arrived, overwritten))
-        for member, (_, _, names) in enumerate(of_members):
-            if names:
+        reports: list[_Report] = self._wire.gather(own_report)
+        for member, report in enumerate(reports):
+            if report.overwritten:
                 raise TransferError(
                     f"target tensors of member {member} share memory and get different elements; "
-                    f"they are among {', '.join(names)}"
+                    f"they are among {', '.join(report.overwritten)}"
                 )
-        # the digests that all members have sent, by message
-        of_senders = {key: digest for of_one, _, _ in of_members for key, digest in of_one.items()}
-        wrong = []
-        for _, of_receiver, _ in of_members:
-            # the messages for which the receiver has another digest than the sender
-            wrong += [key for key, digest in of_receiver.items() if of_senders.get(key) != digest]
+        digest_of_sender = dict[_MessageKey, int]()
+        for report in reports:
+            digest_of_sender.update(report.sent)
+        wrong = list[_MessageKey]()
+        for report in reports:
+            for key, digest in report.arrived.items():
+                if digest_of_sender.get(key) != digest:
+                    wrong.append(key)
         if wrong:
             earliest = min(wrong, key=lambda key: key.place)
-            names = ", ".join(dict.fromkeys(steps[earliest.place // 2].names))
+            # A program has a step for each round of the plan, so step `n` is the same round on all
+            # ranks.
+            step = steps[_step_of(earliest.place)]
+            names = ", ".join(dict.fromkeys(step.names))
             raise TransferError(
                 f"elements from member {earliest.sender} to member {earliest.receiver} arrived "
                 f"with a different digest; the tensors are {names}"
             )
 
 
+def _place_of(step: int, exchange: int) -> int:
+    """Return a number that differs for all exchanges of a run.
+
+    A step has at most two exchanges. For example, exchange 1 of step 3 has place 7.
+    """
+    return 2 * step + exchange
+
+
+def _step_of(place: int) -> int:
+    """Return the step of an exchange."""
+    return place // 2
+
+
 def _overwritten(steps: list[ProgramStep]) -> list[str]:
-    """Return the target tensors of the steps in which a local copy or fill was overwritten."""
+    """Return the target tensors of the steps in which a local copy or fill was overwritten.
+
+    Sources must have the elements that were copied, so this runs before the reading is finished.
+    """
     names = dict[str, None]()
     for step in steps:
         pairs = [*step.copies, *step.repeats]
