@@ -22,16 +22,18 @@ class MeshResult:
     """The comparison on one mesh.
 
     Attributes:
-        mesh: sizes of the axes, by name.
-        findings: the logical tensors that differ from one device, at the first step with a
-            difference.
+        mesh: sizes of the axes of the mesh that the program has made, by its names.
+        findings: one finding for each logical tensor whose values differ from the values of a run
+            on one device, at the first step with a difference. A logical tensor is a global tensor
+            of the program, of which each rank holds a shard, a copy or a summand.
         compared: the number of logical tensors that were compared.
         not_compared: tensors that could not be compared, with the reason.
         tolerance: the allowed difference relative to the norm of a value.
         first_module: a text about the first module whose output, or gradient at the output,
             differs; "" if no module differs, or if modules were not compared.
         seconds: the duration of the comparison.
-        given: the axis sizes that the program was certified on, by the names of the caller.
+        given: the mesh that `certify` was called with: sizes by the caller's names, which may differ
+            from the names in `mesh`.
 
     Example:
         >>> result = MeshResult({"dp": 2}, [], 12, [], tolerance=1e-9)
@@ -55,7 +57,8 @@ class CertificationReport:
 
     Attributes:
         results: the result for each mesh.
-        smallest: a text about the smallest program that still fails; "" if nothing failed.
+        smallest: a text about the smallest program that `certify` has found to fail, after it has
+            made a failing program smaller step by step; "" if nothing failed.
 
     Example:
         >>> CertificationReport().passed
@@ -117,19 +120,20 @@ def _describe_result(result: MeshResult) -> list[str]:
         lines.append(f"{head}: equal to one device")
     else:
         lines.append(f"{head}: {len(result.findings)} differ from one device")
-        # findings with the same text share a line; `%s` is the place of their names
-        by_sentence = dict[str, list[str]]()
+        # Findings with the same place and sentence share a line, which lists their names.
+        names_by_text = dict[tuple[str, str], list[str]]()
         for finding in result.findings:
             place = f"step {finding.step}: {finding.quantity}"
-            by_sentence.setdefault(f"{place} of %s: {finding.sentence()}", []).append(finding.name)
-        for sentence, names in list(by_sentence.items())[:_LINES]:
+            names = names_by_text.setdefault((place, finding.sentence()), [])
+            names.append(finding.name)
+        for (place, sentence), names in list(names_by_text.items())[:_LINES]:
             listed = ", ".join(names[:6])
             unlisted = len(names) - 6
             if unlisted > 0:
                 listed += f" and {unlisted} more"
-            lines.append(f"  {sentence.replace('%s', listed, 1)}")
-        if len(by_sentence) > _LINES:
-            lines.append(f"  ... and {len(by_sentence) - _LINES} other lines")
+            lines.append(f"  {place} of {listed}: {sentence}")
+        if len(names_by_text) > _LINES:
+            lines.append(f"  ... and {len(names_by_text) - _LINES} other lines")
     if result.first_module:
         lines.append(f"  first difference: {result.first_module}")
     if result.not_compared:
