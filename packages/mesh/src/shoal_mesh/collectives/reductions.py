@@ -3,8 +3,9 @@
 Backends send few dtypes and reduce fewer (gloo has no int16 and no complex all-gather). Data that
 only moves is sent as bytes, complex sums as pairs of reals, and small integers are reduced in a
 wider dtype. An average is a sum and a division. The sum of half types may leave the range although
-every value and the mean are within it: averages of half types are summed in float32 if this package
-sums, and otherwise divided in two parts, one before and one after the sum
+every value and the mean are within it. Where this package sums, averages of half types are
+therefore summed in float32. Where a backend sums, the divisor is split into two factors: values are
+divided by one factor before the sum, and the sum is divided by the other
 (`transport.split_divisor`).
 
 A backend adds in its own order: gloo's ring begins at another rank for each part, NCCL chooses.
@@ -43,7 +44,8 @@ _BITWISE = {"band", "bor", "bxor"}
 class WireReduction(NamedTuple):
     """A recipe to reduce one dtype with one op."""
 
-    # the op for the transport, which is "avg" only for half types
+    # The op for the transport. It is "avg" only for half types, whose averages the transport divides
+    # in a way that keeps sums within the range; other averages are "sum" with `divide`.
     op: str
     # the dtype that is sent; None for the dtype of the tensor
     dtype: torch.dtype | None = None
@@ -65,12 +67,12 @@ def reduction(dtype: torch.dtype, op: str) -> WireReduction:
 def _reduction(dtype: torch.dtype, op: str) -> WireReduction:
     if op not in REDUCE:
         raise CollectiveError(f"unknown reduction {op!r}: the reductions are {', '.join(REDUCE)}")
-    exact = not dtype.is_floating_point and not dtype.is_complex
-    if op in _BITWISE and not exact:
+    is_integer_or_bool = not dtype.is_floating_point and not dtype.is_complex
+    if op in _BITWISE and not is_integer_or_bool:
         raise CollectiveError(
             f"reduction {op!r} works on bits and is not defined for {dtype}: use an integer dtype"
         )
-    if op == "avg" and exact:
+    if op == "avg" and is_integer_or_bool:
         raise CollectiveError(
             f"the average of {dtype} is not a {dtype}: reduce with 'sum' and divide, or convert "
             "to float"
@@ -84,6 +86,7 @@ def _reduction(dtype: torch.dtype, op: str) -> WireReduction:
             f"reduction {op!r} of {dtype}: this dtype cannot be reduced, only moved"
         )
     sent_as = None
+    # every backend reduces the dtypes in PLAIN
     if dtype not in PLAIN:
         sent_as = _SENT_AS.get(dtype)
         # float8 dtypes and other floating-point dtypes that are not listed are summed in float32
@@ -101,7 +104,8 @@ def _reduction(dtype: torch.dtype, op: str) -> WireReduction:
 
 
 _in_tree = ScopedValue("shoal_mesh_sums_in_tree", False)
-# Not empty while a compiler traces a block. A compiler cannot trace the context variable.
+# One entry for each block that is open in code that a compiler traces. The compiler can trace the
+# changes of a list, but not those of the context variable in `_in_tree`.
 _traced_blocks: list[None] = []
 
 
@@ -109,9 +113,10 @@ _traced_blocks: list[None] = []
 def sums_in_tree() -> Iterator[None]:
     """Open a block in which floating-point sums over ranks are taken in one binary tree.
 
-    The block also covers backward passes. All ranks must be inside. With it, 8 terms on one rank, 4
-    each on two ranks and 1 each on eight have the same sum, bit for bit, if each rank adds up its
-    own terms by `tree_sum`.
+    The block also covers the backward passes that are started in it, on the threads of autograd,
+    too. All ranks must be in the block together. In it, 8 terms on one rank, 4 each on two ranks
+    and 1 each on eight have the same sum, bit for bit, if each rank adds up its own terms by
+    `tree_sum`.
 
     Example:
         >>> def example() -> list[float]:
@@ -137,6 +142,7 @@ def sums_are_in_tree() -> bool:
         return True
     if not _in_tree.blocks:
         return False
+    # In traced code, the block was opened outside of it; the value is then a constant of the graph.
     return value_when_traced(_in_tree) if is_compiling() else _in_tree.get()
 
 
@@ -151,11 +157,14 @@ def in_tree(tensor: Tensor, op: str) -> bool:
 
 
 def tree_sum(terms: Tensor) -> Tensor:
-    """Return the sum over dim 0 in a tree that halves n while it is even, (n, ...) -> (...).
+    """Return the sum over dim 0 in a binary tree, (n, ...) -> (...).
 
-    Every half is the tree of its own terms, so the sum of a rank with an aligned half or quarter of
-    the terms is a node of the tree. An odd number of terms is padded with zeros, which do not
-    change the sum, and halved further.
+    The tree divides the terms into halves, and the halves again. A part with an odd number of terms
+    is first padded with zeros to a power of two, which does not change its sum. For example, 6
+    terms are added as ((a + b) + (c + 0)) + ((d + e) + (f + 0)).
+
+    Each half is the tree of its own terms. If a rank has the first or second half, or one of the
+    four quarters, the sum of its terms is therefore a node of the tree.
 
     Example:
         >>> tree_sum(torch.tensor([1.0, 2.0, 3.0]))
@@ -164,6 +173,7 @@ def tree_sum(terms: Tensor) -> Tensor:
     if terms.shape[0] == 0:
         return terms.new_zeros(terms.shape[1:])
     terms = _pad_odd_groups(terms)
+    # from the leaves to the root: each step adds neighbors
     while terms.shape[0] > 1:
         terms = terms[0::2] + terms[1::2]
     return terms[0]
@@ -187,8 +197,9 @@ def _pad_odd_groups(terms: Tensor) -> Tensor:
 def tree_mean(terms: Tensor) -> Tensor:
     """Return `tree_sum / n` of a half type without sums outside of its range, (n, ...) -> (...).
 
-    Each node is the mean of its two children, rounded to the half type. It has the same digits as
-    their rounded sum, because halving only changes the exponent.
+    Each node is the mean of its two children, rounded to the half type. Halving only changes the
+    exponent, so the mean has the same digits as the rounded sum of the children, unless it is
+    smaller than the smallest normal number of the half type.
 
     Example:
         >>> tree_mean(torch.full((4,), 60_000.0, dtype=torch.float16))
@@ -197,11 +208,12 @@ def tree_mean(terms: Tensor) -> Tensor:
     count = terms.shape[0]
     dtype = terms.dtype
     terms = _pad_odd_groups(terms)
-    # 3 terms and a zero: the mean of the 4 leaves is 3/4 of the mean of the terms
     leaves = terms.shape[0]
     while terms.shape[0] > 1:
         even_halves = terms[0::2].float() / 2
         odd_halves = terms[1::2].float() / 2
         terms = (even_halves + odd_halves).to(dtype)
+    # The root is the mean of the leaves, zeros included. Example: 3 terms and a zero are 4 leaves,
+    # whose mean is 3/4 of the mean of the terms.
     total = terms[0].double() * leaves
     return (total / count).to(dtype)
