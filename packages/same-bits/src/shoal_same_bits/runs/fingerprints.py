@@ -18,7 +18,10 @@ from shoal_dtensor.internal import local_shard
 from shoal_mesh import Comm, DeviceMesh
 from shoal_tp_styles import Lowered
 
-# The number of sums, a power of two. From 64 sums a norm can be estimated to about 10 percent.
+# The number of sums, a power of two. The squares of the sums add up to about the squared norm of the
+# tensor; with 64 sums the norm is right to about 10 percent. The differences between the sums of two
+# runs give the norm of the difference of their tensors in the same way, which the sum of squares
+# cannot give.
 _SUMS = 64
 # size of an element in bytes -> an integer dtype of that size
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -35,11 +38,12 @@ class GlobalPart:
 
     Attributes:
         local: this rank's values.
-        indices: one tensor per dim, with the global indices of the local elements along it.
+        indices: for each dim a 1-D tensor, the global indices of the local elements along the dim.
         sizes: the sizes of the global tensor.
         counted: False if this rank contributes nothing, because another rank has the same values
             or because this rank is outside of the mesh.
-        meshes: meshes over whose ranks the contributions are added, one mesh after the other.
+        meshes: the contributions are added over the ranks of each of these meshes, one mesh after
+            the other: the mesh of a DTensor, and then the data axes that shard its rows.
     """
 
     local: Tensor
@@ -52,7 +56,9 @@ class GlobalPart:
         """Compute the fingerprint of this part, on the CPU.
 
         Args:
-            salt: a number that changes which sum an element is added to.
+            salt: a number that changes which sum an element is added to. If the ranks have values of
+                their own with the same indices, each rank needs another salt, so that differences
+                of two ranks do not cancel in the sum over ranks.
 
         Returns:
             A float64 tensor (66,) with the 64 sums, the sum of squares, and the number of elements
@@ -65,9 +71,13 @@ class GlobalPart:
             local = torch.view_as_real(local.resolve_conj())
             real_positions = 2 * positions
             positions = torch.stack([real_positions, real_positions + 1], -1)
+        # Without the offset, position 0 would have the hash 0.
         hashes = _mix(positions + _OFFSET).expand(local.shape)
+        # The bits as int64. For some dtypes `long` extends the sign, on all ranks alike.
         integers = _BITS[local.element_size()]
         bits = local.contiguous().view(integers).long()
+        # int64 wraps around, which makes this a sum modulo 2 ** 64. A part that is not counted
+        # contributes 0.
         digest = _mix(bits + hashes).sum() * self.counted
 
         exact = local.double()
@@ -146,7 +156,8 @@ def part_of_output(
 
     Args:
         output: a DTensor, or the plain tensor that a module with a style returns.
-        lowered: the lowering of the module's style; needed for a plain tensor.
+        lowered: the forward that the module's style has put in the place of the module's own, which
+            declares the layout of the output; needed for a plain tensor.
         batch: the data axes that shard dim 0; None if no axis does.
         grad: True if `output` is the gradient at the module's output.
     """
@@ -158,11 +169,12 @@ def part_of_output(
     if batch is None:
         return part
     data_ranks = _all_axes(batch)
-    # If the DTensor's mesh has all data ranks, the part is already a part of the global batch.
+    # If the DTensor's mesh has all data ranks, its spec also shards dim 0 over them, and the part is
+    # already a part of the global batch.
     if set(data_ranks.ranks) <= set(_all_axes(output.device_mesh).ranks):
         return part
-    # The data axes shard dim 0 too. Example: with 3 rows on each data rank, row 0 of data rank 2 is
-    # the global row 6.
+    # Otherwise the tensor has the rows of one data rank. All data ranks have equally many. Example:
+    # with 3 rows on each, row 0 of data rank 2 is the global row 6.
     rows, *other_indices = part.indices
     row_count, *other_sizes = part.sizes
     indices = (rows + data_ranks.rank * row_count, *other_indices)
@@ -172,11 +184,13 @@ def part_of_output(
 
 def _as_dtensor(output: Tensor, lowered: Lowered, *, grad: bool) -> DTensor:
     """Wrap the plain output of a style by the layout that the style declares."""
+    # the layout in which the output leaves the module
     layout = lowered.port_out.desired
     if isinstance(layout, Shard):
         dim = layout.dim % output.ndim
-        # The layout gives the sizes, else the weight's shards do. None stands for `torch.chunk`.
-        sizes = layout.sizes or lowered.output_sizes(0, output.shape[dim])
+        # If the layout does not list the sizes of the shards, the output is sharded as the weight.
+        # If the weight does not determine sizes either, None stands for the sizes of `torch.chunk`.
+        sizes = layout.sizes or lowered.output_sizes(index=0, size=output.shape[dim])
         layout = Shard(dim, sizes=None if sizes is None else tuple(sizes))
     elif grad:
         # Every rank has the whole gradient of a replicated output, and of a partial one.
