@@ -106,3 +106,13 @@ def test_a_fingerprint_is_that_of_the_whole_tensor(dtype: torch.dtype) -> None:
         (over,) = part.meshes
         assert all_reduce(part.sums()[1], (over, over.axis_names)) == want, placements
     assert part_of_tensor(whole.flip(0)).sums()[1] != want
+
+
+@on_ranks(2)
+def test_indices_are_on_the_device_of_the_values() -> None:
+    """The indices of a rank that contributes nothing were on the CPU; meta stands for a GPU here."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("copies",))
+    tensor = distribute_tensor(torch.zeros(4, 3, device="meta"), mesh, [Replicate()])
+    part = part_of_tensor(tensor)
+    assert part.counted == (mesh.get_rank() == 0)
+    assert {index.device for index in part.indices} == {part.local.device}

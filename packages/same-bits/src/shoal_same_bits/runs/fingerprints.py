@@ -125,7 +125,7 @@ def part_of_tensor(tensor: Tensor) -> GlobalPart:
     local = local_shard(tensor)
     coordinate = _contributing_coordinate(tensor)
     if coordinate is None:
-        no_indices = (torch.arange(0),) * len(sizes)
+        no_indices = (torch.arange(0, device=local.device),) * len(sizes)
         no_values = local.new_empty([0] * len(sizes))
         return GlobalPart(no_values, no_indices, sizes, counted=False, meshes=(spec.mesh,))
     indices = []
