@@ -102,7 +102,7 @@ def shard_parameter(
     src_rank: int = 0,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Plain on ``src_rank`` -> sharded: replace a parameter by a ShardedTensor; all ranks call it.
+    """Replace a parameter of ``src_rank`` by a ShardedTensor; all ranks call it.
 
     Args:
         module: The module that owns the parameter.
@@ -155,7 +155,7 @@ def _shard_tensor(
     src_rank: int = 0,
     process_group: dist.ProcessGroup | None = None,
 ) -> ShardedTensor:
-    """Plain on ``src_rank`` -> sharded: shard a contiguous tensor; see ``shard_parameter``."""
+    """Shard a contiguous tensor of ``src_rank``; see ``shard_parameter``."""
     group = resolve(process_group)
 
     def facts() -> dict[str, Any]:
@@ -187,7 +187,7 @@ def shard_module(
     src_rank: int = 0,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Plain on ``src_rank`` -> sharded: shard a module by a plan, in place; all ranks call it.
+    """Shard a module of ``src_rank`` by a plan, in place; all ranks call it.
 
     Parameters become ShardedTensors by their specs; tied parameters stay tied. Sub-modules with a
     Sharder are replaced by the module that it returns. Hooks reshard outputs, or replace them by

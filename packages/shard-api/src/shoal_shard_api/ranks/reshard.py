@@ -100,7 +100,7 @@ def _write_shards(
 def move(
     tensors: Sequence[torch.Tensor], source: Layout, target: Layout, comm: Comm
 ) -> list[torch.Tensor]:
-    """Layout -> layout: return this rank's shards under ``target``, or one empty tensor.
+    """Return this rank's shards under ``target``, or one empty tensor.
 
     Equal layouts do not communicate: the result is ``tensors``.
     """
@@ -111,7 +111,7 @@ def move(
 
 
 class _Move(torch.autograd.Function):
-    """Layout -> layout; the gradient moves back."""
+    """Move of shards from one layout to another; the gradient moves back."""
 
     @staticmethod
     def forward(
@@ -136,7 +136,7 @@ class _Move(torch.autograd.Function):
 def collect(
     tensors: Sequence[torch.Tensor], layout: Layout, shape: torch.Size, comm: Comm
 ) -> torch.Tensor:
-    """Layout -> R: return the global tensor on every rank.
+    """Return the global tensor on every rank.
 
     In backward, each rank takes the gradient of its own shards from its gradient of the global
     tensor, without communication. The gradient of the global tensor must be equal on all ranks.
@@ -150,7 +150,7 @@ def _count_elements(boxes: list[Box]) -> int:
 
 
 class _Collect(torch.autograd.Function):
-    """Layout -> R; the gradient of a shard is a slice of the gradient of the global tensor."""
+    """Gathering on all ranks; the gradient of a shard is a slice of the gradient of the global tensor."""
 
     @staticmethod
     def forward(
@@ -176,7 +176,7 @@ class _Collect(torch.autograd.Function):
 
 
 def scatter(full: torch.Tensor, layout: Layout, src: int, comm: Comm) -> list[torch.Tensor]:
-    """Plain on ``src`` -> layout: return this rank's shards of the global tensor of ``src``.
+    """Return this rank's shards of the global tensor of ``src``.
 
     ``src`` is a position in the group. ``full`` is read on this rank only; the other ranks pass a
     tensor of the same shape and dtype.
@@ -198,7 +198,7 @@ def gather(
     comm: Comm,
     out: torch.Tensor | None,
 ) -> None:
-    """Layout -> plain on ``dst``: write the global tensor into ``out``.
+    """Write the global tensor into ``out`` on rank ``dst``.
 
     ``dst`` is a position in the group. The other ranks pass None for ``out``.
     """

@@ -91,7 +91,7 @@ class ShardingSpec(ABC):
     def shard(
         self, tensor: torch.Tensor, src_rank: int = 0, process_group: ProcessGroup | None = None
     ) -> Any:
-        """Plain on ``src_rank`` -> sharded: shard a tensor by this spec; all ranks call it.
+        """Shard a plain tensor of ``src_rank`` by this spec; all ranks call it.
 
         Args:
             tensor: Global tensor, of the same size and dtype on every rank; the data of

@@ -122,7 +122,7 @@ def init_from_local_shards(
     process_group: dist.ProcessGroup | None = None,
     init_rrefs: bool = False,
 ) -> ShardedTensor:
-    """Local shards -> sharded: wrap the shards of all ranks, without a copy; all ranks call it.
+    """Wrap the shards of all ranks, without a copy; all ranks call it.
 
     Args:
         local_shards: This rank's shards, placed on this rank; may be empty.

@@ -149,7 +149,9 @@ def narrow_tensor(tensor: torch.Tensor, metadata: ShardMetadata) -> torch.Tensor
     return tensor[slices_of(box)]
 
 
-def ordered_for(shards: Sequence[Shard], metadata: ShardedTensorMetadata) -> list[torch.Tensor]:
+def sort_local_tensors(
+    shards: Sequence[Shard], metadata: ShardedTensorMetadata
+) -> list[torch.Tensor]:
     """Return the local tensors in the order of the metadata.
 
     Raises:
@@ -298,7 +300,7 @@ def _concatenate(
 def checked_metadata(
     metadata: ShardedTensorMetadata, group: dist.ProcessGroup
 ) -> ShardedTensorMetadata:
-    """Return metadata that is valid for a tensor on the ranks of a group.
+    """Return metadata that is valid for a tensor on the ranks of a group; no communication.
 
     Raises:
         ArgumentTypeError: ``metadata`` is something else; a spec of the user's may return anything.
@@ -348,7 +350,7 @@ def empty_local_tensors(metadata: ShardedTensorMetadata) -> list[torch.Tensor]:
     return [torch.empty(shard.shard_sizes, device=device_of(shard), **options) for shard in shards]
 
 
-def on_placements(
+def move_to_placements(
     local_tensors: Sequence[torch.Tensor], metadata: ShardedTensorMetadata
 ) -> list[torch.Tensor]:
     """Move this rank's local tensors to the devices of the metadata's placements."""

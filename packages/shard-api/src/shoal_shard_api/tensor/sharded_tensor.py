@@ -45,7 +45,7 @@ from ..ranks.process_groups import (
 from ..ranks.reshard import collect, gather, move
 from ..spec.metadata import ShardedTensorMetadata, ShardMetadata
 from ..spec.specs import ShardingSpec
-from .shard import Shard, checked_metadata, on_placements
+from .shard import Shard, checked_metadata, move_to_placements
 from .sharded_tensor_base import ShardedTensorConstructors, load_pickled
 
 
@@ -78,19 +78,22 @@ class ShardedTensor(ShardedTensorConstructors):
         (torch.Size([2, 3]), tensor(36.))
     """
 
-    # The state of a process group in a pickled tensor. torch's ShardedTensor has it, too.
+    # torch's ShardedTensor has this class as an attribute, under which programs find it. Pickled
+    # tensors have an instance of it.
     ProcessGroupState = ProcessGroupState
 
     def _with_local_tensors(self, local_tensors: Sequence[torch.Tensor]) -> ShardedTensor:
         """Return a tensor of this layout with other local tensors, which may have another dtype.
 
-        The result reports the global stride of this tensor, without a storage of the global size.
+        The result does not have memory of the global size. As its global stride it reports the
+        stride of this tensor.
         """
         metadata = self._metadata
         first = local_tensors[0]
         properties = replace(
             metadata.tensor_properties, dtype=first.dtype, requires_grad=first.requires_grad
         )
+        # Most operations keep the properties, and the result then shares the metadata.
         if properties != metadata.tensor_properties:
             metadata = replace(metadata, tensor_properties=properties)
         return self._wrap(
@@ -108,8 +111,8 @@ class ShardedTensor(ShardedTensorConstructors):
 
     @property
     def _comm(self) -> Comm:
-        # A rank without shards has an empty list of `_local_shards`, but one empty tensor in
-        # `_local_tensors`. So `_local_tensors[0]` exists on every rank of the group.
+        # On a rank without shards, `_local_shards` is empty, but `_local_tensors` has the anchor. So
+        # `_local_tensors[0]` exists on every rank of the group.
         return comm_of(self._process_group, self._local_tensors[0].device.type)
 
     def local_tensor(self) -> torch.Tensor:
@@ -134,13 +137,15 @@ class ShardedTensor(ShardedTensorConstructors):
             if not local.is_leaf or local.grad is None:
                 return None
             grads.append(local.grad)
-        # A tensor without a process group does not have local tensors.
+        # `grads` is empty for a tensor without a process group (`_wrap` with `group=None`), which
+        # does not have local tensors.
         return self._with_local_tensors(grads) if grads else None
 
     @grad.setter
     def grad(self, value: ShardedTensor | None) -> None:
         local_grads: list[Any] = [None] * len(self._local_tensors)
         if value is not None:
+            # A gradient of another layout is resharded.
             local_grads = dispatch.local_tensors_in_layout_of(self, value)
         for local, grad in zip(self._local_tensors, local_grads, strict=True):
             local.grad = grad
@@ -164,10 +169,11 @@ class ShardedTensor(ShardedTensorConstructors):
         )
 
     def resharded(self, spec: ShardingSpec) -> ShardedTensor:
-        """Sharded -> sharded: return the same values sharded by ``spec``; all ranks call it.
+        """Return the same values sharded by ``spec``; all ranks call it.
 
         One all-to-all sends every element once, from its old to its new rank; it is differentiable.
-        Equal layouts do not communicate: the result then shares the shards.
+        If the layouts are equal, nothing is sent (``reshard.move``), and the result shares the
+        shards.
 
         Raises:
             SpecTypeError: ``spec`` is not a ShardingSpec.
@@ -181,11 +187,11 @@ class ShardedTensor(ShardedTensorConstructors):
         metadata = checked_metadata(spec.build_metadata(self.size(), properties), group)
         moved = move(self._local_tensors, self._layout, metadata.layout, self._comm)
         # The placements of the new spec may name other devices.
-        local_tensors = on_placements(moved, metadata)
+        local_tensors = move_to_placements(moved, metadata)
         return self._wrap(spec, metadata, local_tensors, group)
 
     def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
-        """Sharded -> sharded: shard this tensor by another spec, in place; all ranks call it.
+        """Shard this tensor by another spec, in place; all ranks call it.
 
         A leaf (a parameter) stays a leaf: its data and its gradient move outside the autograd
         graph. Any other tensor keeps its history. ``resharded`` returns a new tensor instead.
@@ -203,8 +209,8 @@ class ShardedTensor(ShardedTensorConstructors):
         records_move = torch.is_grad_enabled() and not is_leaf
         with torch.set_grad_enabled(records_move):
             moved = self.resharded(resharding_spec)
-        # The local tensors, the metadata and the spec are attributes. With the attributes of the
-        # result, this object becomes the result. Its size, dtype and requires_grad are the same.
+        # This object becomes the result: its local tensors or anchor, its metadata and its spec are
+        # in `vars`. Its size and dtype, which are not, are equal to those of the result.
         vars(self).update(vars(moved))
         if is_leaf and requires_grad:
             leaves = [local.detach().requires_grad_() for local in self._local_tensors]
@@ -220,13 +226,13 @@ class ShardedTensor(ShardedTensorConstructors):
         enforce_dtype: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Sharded -> plain on ``dst``: write the global tensor into ``out``; all ranks call it.
+        """Write the global tensor into the plain tensor ``out`` on rank ``dst``; all ranks call it.
 
         Args:
-            dst: Rank in the process group that receives the tensor.
+            dst: The rank that receives the tensor, as a rank in the process group.
             out: A plain tensor of the global size on ``dst``; None on the other ranks.
             enforce_dtype: Deprecated and without effect: values are always converted to the dtype
-                of ``out``.
+                of ``out``. The warning refers to ``dtype``, as torch's warning does.
             dtype: Element type in which the shards are sent; ``out`` keeps its own.
 
         Raises:
@@ -242,11 +248,11 @@ class ShardedTensor(ShardedTensorConstructors):
             warnings.warn("enforce_dtype is deprecated: pass dtype", FutureWarning, stacklevel=2)
 
         # `agree_on` calls this function on every rank. If it raises on one rank, all ranks raise.
-        def facts() -> dict[str, Any]:
+        def check_and_describe() -> dict[str, Any]:
             self._check_gather(dst, out, dtype, enforce_dtype)
             return {"dst": dst, "dtype": dtype}
 
-        agree_on(self._process_group, facts)
+        agree_on(self._process_group, check_and_describe)
         with torch.no_grad():
             local_tensors = self._local_tensors
             if dtype is not None:
@@ -281,7 +287,7 @@ class ShardedTensor(ShardedTensorConstructors):
         return all(size <= 1 or stride != 0 for size, stride in dims)
 
     def full_tensor(self) -> torch.Tensor:
-        """Sharded -> replicated: return the plain global tensor on every rank; all ranks call it.
+        """Return the plain global tensor on every rank; all ranks call it.
 
         It is differentiable. The gradient of the result must be equal on all ranks; each rank keeps
         the part of its own shards.
@@ -292,7 +298,7 @@ class ShardedTensor(ShardedTensorConstructors):
         """Convert every shard by ``Tensor.to``; all ranks call it with the same arguments.
 
         Args:
-            args: See ``Tensor.to``; a ShardedTensor stands for its dtype and device.
+            args: See ``Tensor.to``; a ShardedTensor among them stands for its dtype and device.
             kwargs: See ``Tensor.to``; ``process_group`` is the group of the result, with the same
                 ranks.
 

@@ -1,4 +1,8 @@
-"""The bases of ShardedTensor: size, spec and local shards, and then constructors on a group."""
+"""The two base classes of ShardedTensor.
+
+`ShardedTensorBase` has the size, the spec and the local shards. `ShardedTensorConstructors` derives
+from it, and adds the constructors on a process group.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +30,9 @@ from .shard import (
     empty_local_tensors,
     flatten_size,
     group_of,
-    on_placements,
-    ordered_for,
+    move_to_placements,
     own_shards,
+    sort_local_tensors,
 )
 
 
@@ -45,12 +49,13 @@ class ShardedTensorBase(torch.Tensor):
         requires_grad: True if the shards require gradients.
         pin_memory: True if the shards are in pinned host memory.
         memory_format: torch.contiguous_format.
-        strides: Strides of the global tensor, one per dim; None for a contiguous tensor.
+        strides: Strides that the tensor reports, one per dim; None for those of a contiguous tensor.
+            They do not describe memory: each shard is contiguous.
 
     Raises:
         ArgumentTypeError: The spec is not a ShardingSpec, the size not a sequence of integers, or a
             property has a wrong type.
-        ShardingSpecError: The spec or the strides do not fit the size.
+        ShardingSpecError: The spec does not fit the size, or there is not one stride per dim.
 
     Example:
         >>> ShardedTensorBase(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), 5, 2).size()
@@ -60,11 +65,12 @@ class ShardedTensorBase(torch.Tensor):
     _sharding_spec: ShardingSpec
     _metadata: ShardedTensorMetadata
     _local_shards: list[Shard]
-    # On a rank of the group without shards: an empty tensor. It takes the place of the shards in the
-    # autograd graph, so that the rank takes part in the collectives of backward.
+    # An empty tensor on a rank of the process group that holds no shards; None on other ranks. The
+    # forward's collectives take it as their input. They thus have a node in the autograd graph of
+    # this rank too, and the node calls the collective of backward together with the other ranks.
     _anchor: torch.Tensor | None
     _process_group: dist.ProcessGroup | None
-    # rank and box of every shard; empty without a group
+    # the rank of every shard, and its box: a (start, stop) along each dim; empty without a group
     _layout: Layout
 
     def __new__(  # noqa: PLR0913  # the arguments of torch
@@ -78,7 +84,7 @@ class ShardedTensorBase(torch.Tensor):
         memory_format: torch.memory_format = torch.contiguous_format,
         strides: Sequence[int] | None = None,
     ) -> Self:
-        """See the class."""
+        """Make a tensor without local shards; the docstring of the class lists the arguments."""
         require(
             sharding_spec,
             ShardingSpec,
@@ -124,7 +130,10 @@ class ShardedTensorBase(torch.Tensor):
 
     @staticmethod
     def _install() -> None:
-        """Run once in a process, before the first tensor."""
+        """Extend torch for this class; runs once in a process, before the first tensor.
+
+        ShardedTensor overrides it, so that torch's functions copy its shards.
+        """
 
     @classmethod
     def _wrap(
@@ -136,13 +145,13 @@ class ShardedTensorBase(torch.Tensor):
         *,
         stride: Sequence[int] | None = None,
     ) -> Self:
-        """Wrap local tensors that fit the metadata, in its order.
+        """Wrap local tensors that fit the metadata.
 
         Args:
             spec: The spec of the result; None infers it from the metadata.
             metadata: All shards, the global size and the properties.
-            local_tensors: The tensors of this rank's shards; with a group, an empty sequence
-                allocates them.
+            local_tensors: The tensors of this rank's shards, in the order in which the metadata
+                lists these shards; with a group, an empty sequence allocates them.
             group: The ranks that hold the tensor; None for a tensor without a group.
             stride: The global stride; None is the stride of the metadata's properties.
 
@@ -150,13 +159,15 @@ class ShardedTensorBase(torch.Tensor):
             ShardingSpecError: The properties have strides for another number of dims.
         """
         _run_once(cls._install)
-        # a rank without shards gets the empty tensor that becomes its anchor
+        # This allocates the rank's shards. For a rank without shards it returns one empty tensor,
+        # which becomes the anchor below.
         if group is not None and not local_tensors:
             local_tensors = empty_local_tensors(metadata)
         shards = own_shards(metadata) if group is not None else []
         device = local_tensors[0].device if local_tensors else torch.device("cpu")
         metadata = _with_strides(metadata, stride)
         properties = metadata.tensor_properties
+        # `_with_strides` has checked the strides. Properties without strides do not get `stride`.
         stride = properties.strides if stride is None else stride
         self: Self = make_wrapper(
             cls,
@@ -173,7 +184,8 @@ class ShardedTensorBase(torch.Tensor):
         self._metadata = metadata
         self._process_group = group
         self._layout = metadata.layout if group is not None else ()
-        # A rank without shards has one empty local tensor, which is in no pair.
+        # `shards` may be empty although there are local tensors: on a rank whose only local tensor
+        # is the anchor, and without a group. There are no pairs then.
         pairs = zip(local_tensors, shards, strict=False)
         self._local_shards = [Shard(local, shard) for local, shard in pairs]
         self._anchor = None
@@ -261,23 +273,28 @@ class ShardedTensorBase(torch.Tensor):
             local.requires_grad_(value)
 
     @property
-    def is_leaf(self) -> bool:  # type: ignore[override]  # as requires_grad
+    def is_leaf(self) -> bool:  # type: ignore[override]  # torch.Tensor declares an attribute
         """True if the local shards are leaves of the autograd graph."""
         return all(local.is_leaf for local in self._local_tensors)
 
     @property
-    def grad_fn(self) -> Any:  # type: ignore[override]  # as requires_grad
+    def grad_fn(self) -> Any:  # type: ignore[override]  # torch.Tensor declares an attribute
         """The autograd node of the first local shard, None for a leaf."""
         return self._local_tensors[0].grad_fn if self._local_tensors else None
 
     def is_pinned(self, device: Any = None) -> bool:
-        """Tell whether the shards are in pinned host memory."""
+        """Tell whether the shards are in pinned host memory.
+
+        ``device`` is accepted as in ``Tensor.is_pinned``, and ignored.
+        """
         return self.metadata().tensor_properties.pin_memory
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares that of its C type
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        # Operations run in ``__torch_function__``. Operators only get here if it is disabled, and
+        # then get this wrapper, which does not have memory.
         raise UnsupportedOpError(
             f"{func} cannot access the shards of a ShardedTensor; leave __torch_function__ "
             "enabled, or use local_tensor()"
@@ -297,8 +314,10 @@ class ShardedTensorConstructors(ShardedTensorBase):
         init_rrefs: bool = False,
         **properties: Any,
     ) -> Self:
-        """See ShardedTensor."""
+        """Allocate the shards; the docstring of ShardedTensor lists the arguments."""
+        # `group_of` refuses init_rrefs=True.
         group = group_of(process_group, init_rrefs)
+        # The base class checks the properties and builds the metadata from them.
         without_group = ShardedTensorBase(sharding_spec, *size, **properties)
         metadata = checked_metadata(without_group._metadata, group)
         return cls._wrap(sharding_spec, metadata, [], group)
@@ -311,7 +330,7 @@ class ShardedTensorConstructors(ShardedTensorBase):
         process_group: dist.ProcessGroup | None = None,
         init_rrefs: bool = False,
     ) -> Self:
-        """Local shards -> sharded: see ``init_from_local_shards`` for arguments and errors."""
+        """Wrap local shards; see ``init_from_local_shards`` for arguments and errors."""
         group = group_of(process_group, init_rrefs)
         metadata = describe(local_shards, global_size, group)
         local_tensors = [shard.tensor for shard in local_shards]
@@ -326,7 +345,7 @@ class ShardedTensorConstructors(ShardedTensorBase):
         process_group: dist.ProcessGroup | None = None,
         init_rrefs: bool = False,
     ) -> Self:
-        """Local tensor -> sharded: wrap the tensor of this rank's only shard; no communication."""
+        """Wrap the tensor of this rank's only shard; no communication."""
         group = group_of(process_group, init_rrefs)
         require_plain(
             local_tensor, "_init_from_local_tensor: local_tensor is a plain strided tensor"
@@ -347,7 +366,7 @@ class ShardedTensorConstructors(ShardedTensorBase):
                 "use init_from_local_shards()"
             )
         shards = [Shard(local_tensor, shard) for shard in placed]
-        local_tensors = ordered_for(shards, metadata)
+        local_tensors = sort_local_tensors(shards, metadata)
         return cls._wrap(sharding_spec, metadata, local_tensors, group)
 
     @classmethod
@@ -359,7 +378,7 @@ class ShardedTensorConstructors(ShardedTensorBase):
         init_rrefs: bool = False,
         sharding_spec: ShardingSpec | None = None,
     ) -> Self:
-        """Local shards -> sharded: wrap shards and metadata; no communication, no copy."""
+        """Wrap local shards and metadata; no communication, no copy."""
         group = group_of(process_group, init_rrefs)
         call = "_init_from_local_shards_and_global_metadata"
         require_each(
@@ -372,7 +391,7 @@ class ShardedTensorConstructors(ShardedTensorBase):
             ArgumentTypeError,
         )
         metadata = checked_metadata(sharded_tensor_metadata, group)
-        local_tensors = ordered_for(local_shards, metadata)
+        local_tensors = sort_local_tensors(local_shards, metadata)
         return cls._wrap(sharding_spec, metadata, local_tensors, group)
 
     @classmethod
@@ -383,7 +402,7 @@ class ShardedTensorConstructors(ShardedTensorBase):
         src_rank: int,
         process_group: dist.ProcessGroup | None,
     ) -> Self:
-        """Plain on ``src_rank`` -> sharded: see ``ShardingSpec.shard``."""
+        """Shard a plain tensor of ``src_rank``; see ``ShardingSpec.shard``."""
         group = resolve(process_group)
         require_plain(tensor, "ShardingSpec.shard: tensor is a plain strided tensor")
         check_rank("ShardingSpec.shard", "src_rank", src_rank, group)
@@ -391,7 +410,7 @@ class ShardedTensorConstructors(ShardedTensorBase):
         metadata = checked_metadata(spec.build_metadata(tensor.size(), properties), group)
         comm = comm_of(group, tensor.device.type)
         scattered = scatter(tensor.detach(), metadata.layout, src_rank, comm)
-        local_tensors = on_placements(scattered, metadata)
+        local_tensors = move_to_placements(scattered, metadata)
         result = cls._wrap(spec, metadata, local_tensors, group)
         result.requires_grad = tensor.requires_grad
         return result
@@ -432,7 +451,10 @@ def _run_once(function: Callable[[], None]) -> None:
 
 
 def _flatten_anchor(local: torch.Tensor) -> torch.Tensor:
-    """Return an empty local tensor as a 1-D tensor, the anchor of a rank without shards."""
+    """Return the anchor of a rank without shards: an empty local tensor, as a 1-D tensor.
+
+    An operation may have changed the number of dims of the earlier anchor.
+    """
     return local if local.dim() == 1 else local.reshape(0)
 
 
