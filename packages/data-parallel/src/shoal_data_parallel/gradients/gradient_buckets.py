@@ -8,8 +8,8 @@ A backward pass accumulates the gradient of this rank's rows in `.grad`, in four
    starts.
 4. When the pass ends, `.grad` gets the earlier gradients back, and the means are added to them.
 
-`torch.autograd.grad` does not accumulate. It returns an empty tensor for each parameter, and the
-end of the pass writes the mean into the tensor.
+`torch.autograd.grad` does not accumulate. It returns an uninitialized tensor for each parameter, and
+the end of the pass, which runs before `grad` returns, writes the mean into the tensor.
 """
 
 from __future__ import annotations
@@ -44,15 +44,18 @@ from .replica import Replica, weak_hook
 class Bucket(Group):
     """Replicas of trained parameters, whose gradients are reduced together."""
 
+    # for messages and profiles
     made_by = "replicate"
 
     def __init__(self, name: str, replicas: Sequence[Replica], axes: DataAxes) -> None:
         super().__init__(name, axes)
-        # The parameters that forwards have written to. One bucket of a module sends their digest
-        # with its flags; None for the other buckets.
+        # The parameters that forwards have written to, such as normalized weights. All ranks must
+        # have written the same values. One bucket of a module sends bits of their digest with its
+        # gradients, as extra flags; None for the other buckets.
         self.forward_writes: ForwardWrites | None = None
         self.replicas = replicas
         self.parameters = [replica.target for replica in replicas]
+        # A bucket has trained parameters only. (Other groups also have frozen ones.)
         self.trained = list(range(len(replicas)))
 
     def watch_writes(self, writes: ForwardWrites) -> None:
@@ -71,7 +74,10 @@ class Bucket(Group):
         return grad
 
     def keep(self, i: int) -> None:
-        """Keep the gradient that autograd has accumulated, added to the one kept before."""
+        """Move the gradient that autograd has accumulated to the kept gradients of the group.
+
+        It is added to the gradient that an earlier pass kept. A later pass reduces the sum.
+        """
         grad = self.take(i)
         if grad is not None:
             self.add_to_kept(i, grad, copy=False)
@@ -85,11 +91,13 @@ class _Pass:
         number: the number of the pass; passes may run inside of others.
         grads_before: `.grad` of each parameter before the pass.
         missing: the number of gradients that have not arrived, for each bucket.
-        earlier: the buckets of other modules that the same pass has reached before.
-        requested: index of a replica -> the gradient of this rank's rows, and the tensor that gets
-            the mean. The replicas are those that torch.autograd.grad has asked for.
+        earlier: the buckets of other modules that the same pass has reached before. Their
+            reductions start before those of this module, so that all ranks have one order.
+        requested: for each replica that torch.autograd.grad was called for, by its index: the
+            gradient of this rank's rows, and the tensor that gets the mean.
         late: indices of the buckets that got another gradient after their reduction had started.
-        reductions: the reductions that have started. They are those of the first buckets, in order.
+        reductions: the reductions that have started, in the order of the buckets. With 2 entries,
+            the reductions of buckets 0 and 1 have started.
     """
 
     number: int
@@ -104,16 +112,18 @@ class _Pass:
 class GradientBuckets:
     """The buckets of a module's trained parameters, and the backward pass that fills them.
 
-    The object is a `PassPart`. It joins a backward pass with the first gradient of a replica, or
-    when the pass reaches an output of the module. The pass calls `finish` when all gradients are
-    computed, and `fail` if an error ends the pass.
+    The object is a `PassPart` of shoal_dtensor: an object with the methods `finish` and `fail`. It
+    joins a backward pass with the first gradient of a replica, or when the pass reaches an output of
+    the module. The pass calls `finish` when all gradients are computed, and `fail` if an error ends
+    the pass.
 
     Attributes:
         buckets: the buckets, in the order in which they are reduced.
         owner: the module's reducer; its `syncs` decides whether a pass reduces gradients.
         replicas: the replicas of all buckets, in order.
-        optimizer_nodes: for each replica, the autograd node of its `optimizer_parameter`. The route
-            of the node shows how a pass delivers the gradient.
+        optimizer_nodes: for each replica, the autograd node of its `optimizer_parameter`.
+            `leaf_route` of a node tells what a pass does with the gradient: "accumulate" it in
+            `.grad`, "return" it from torch.autograd.grad, or leave it "unused".
     """
 
     def __init__(self, buckets: Sequence[Bucket], owner: Reducer) -> None:
@@ -128,7 +138,8 @@ class GradientBuckets:
             for i, replica in enumerate(bucket.replicas):
                 self._place[id(replica.leaf)] = (bucket_index, i)
         self._pass: _Pass | None = None
-        # a leaf's node lives only as long as it is referenced
+        # Leaves do not hold their nodes, and a node that is freed loses its hooks. So the nodes are
+        # stored here.
         self._leaf_nodes: list[Any] = []
         self.optimizer_nodes: list[Any] = []
         self._handles: list[Any] = []
@@ -138,12 +149,14 @@ class GradientBuckets:
                 self.optimizer_nodes.append(_gradient_node(replica.optimizer_parameter))
             for replica_index, replica in enumerate(self.replicas):
                 interceptor = partial(self._intercept, replica_index)
+                # This registers a hook on the leaf, or none if optimizers update a shard: the
+                # gradient then passes a node of the replica.
                 self._handles += replica.intercept_gradient(interceptor)
         self._handles += [node.register_prehook(weak_hook(self.begin)) for node in self._leaf_nodes]
-        # A module whose style lowers its forward adds gradients to `.grad` itself, without
-        # autograd, unless the leaf has a post-accumulate hook. This hook therefore makes autograd
-        # accumulate all gradients, so that `begin`, a hook of autograd's node, is called before
-        # each of them.
+        # A tensor-parallel style may replace a module's forward by one with a backward of its own.
+        # This backward adds gradients to `.grad` itself, without autograd's node, and `begin`, a
+        # hook of the node, would not be called. But it leaves the addition to autograd if the leaf
+        # has a post-accumulate hook. This hook therefore makes autograd accumulate all gradients.
         for replica in self.replicas:
             self._handles.append(
                 replica.leaf.register_post_accumulate_grad_hook(weak_hook(self._on_accumulated))  # type: ignore[no-untyped-call]  # torch
@@ -172,9 +185,9 @@ class GradientBuckets:
     def begin_if_needed(self, grads: Any) -> None:
         """Begin the pass that has reached an output of the module; a hook of the output's node.
 
-        Checkpoints run forwards again before the first gradient of a parameter arrives, so the
-        modules need the replicas from here on. A pass that uses no gradient of a parameter does not
-        begin.
+        Modules need the replicas from here on, and not only from the first gradient of a parameter:
+        before that gradient, an activation checkpoint runs the forward of the module again. A pass
+        that does not use the gradient of any parameter does not begin.
         """
         if self.running:
             return
@@ -189,6 +202,7 @@ class GradientBuckets:
         for replica in self.replicas:
             replica.check_hooks()
         for bucket in self.buckets:
+            # This raises if a pass failed while it added to the kept gradients.
             bucket.check_kept()
             bucket.divisor = self.owner.divisor
         started = _Pass(
@@ -220,8 +234,11 @@ class GradientBuckets:
         if has_started:
             current.late.add(bucket_index)
         # Which parameters a pass uses may differ between ranks; the order of reductions must not.
+        # So the buckets of modules that the pass has reached earlier come first. A reduction that
+        # cannot start here is started by `finish`.
         in_turn = all(part.has_started_all for part in current.earlier)
-        if not in_turn or not self.owner.syncs or backward_number() != current.number:
+        is_nested = backward_number() != current.number
+        if not in_turn or not self.owner.syncs or is_nested:
             return
         for following in range(len(current.reductions), len(self.buckets)):
             if current.missing[following] > 0:
@@ -236,19 +253,24 @@ class GradientBuckets:
         | call                         | effect                                       | returned value |
         | ---------------------------- | -------------------------------------------- | -------------- |
         | `backward(inputs=[shard])`   | the gradient is added to `leaf.grad`         | None           |
-        | `torch.autograd.grad`        | the end of the pass writes the mean          | empty tensor   |
-        | the same, for kept gradients | the gradient is added to the kept gradient   | zeros          |
+        | `torch.autograd.grad`        | the end of the pass writes the mean          | uninitialized  |
+        | the same, without reduction  | the gradient is added to the kept gradient   | zeros          |
         | the same, in an outer pass   | the outer pass reduces the gradient          | None           |
 
+        The third row is for pipeline schedules: the owner does not reduce gradients in this pass
+        (`syncs` is False), and returns zeros for them (`returns_zero_gradients`).
+
         Returns:
-            The gradient that replaces `grad`. With None, a hook of the leaf leaves `grad`
-            unchanged, and a shard gets no gradient.
+            The gradient of `optimizer_parameter`. If the leaf itself is this parameter, None leaves
+            `grad` as it is. If the parameter is a shard, None means that the shard does not get a
+            gradient.
         """
         self.begin()
         current = self._current
         replica = self.replicas[replica_index]
         is_returned = leaf_route(self.optimizer_nodes[replica_index]) == "return"
         if not is_returned:
+            # `missing` stays: the bucket never becomes complete, and `finish` starts its reduction.
             earlier = replica.leaf.grad
             replica.leaf.grad = grad if earlier is None else earlier + grad
             return None
@@ -261,12 +283,11 @@ class GradientBuckets:
             bucket_index, i = self._place[id(replica.leaf)]
             self.buckets[bucket_index].add_to_kept(i, grad)
             shard = replica.optimizer_parameter
-            # what a hook of a leaf returns reaches `.grad` as another object
-            return (
-                torch.zeros_like(shard.detach())
-                if shard is replica.leaf
-                else placeholder_for(shard)
-            )
+            # A placeholder, zeros without memory, is recognized by a mark on the object. Autograd
+            # passes the result of a hook of a leaf on as another object, without the mark.
+            if shard is replica.leaf:
+                return torch.zeros_like(shard.detach())
+            return placeholder_for(shard)
         first_order_only(
             "replicate: torch.autograd.grad(..., create_graph=True) of a replicated parameter: "
             "the mean over ranks cannot be differentiated. Compute gradients of inputs instead, "
@@ -283,9 +304,12 @@ class GradientBuckets:
         indices = sorted(requested)
         comm = axes.comm
         is_requested = [index in requested for index in range(len(self.replicas))]
+        # (1, replicas) on each rank, and (ranks, replicas) together
         own_requests = torch.tensor([is_requested], device=axes.mesh.device_type)
-        ranks = all_gather(own_requests, comm).sum(0).tolist()
-        for replica, count in zip(self.replicas, ranks, strict=True):
+        requests = all_gather(own_requests, comm)
+        # for each replica the number of ranks that requested its gradient
+        counts = requests.sum(0).tolist()
+        for replica, count in zip(self.replicas, counts, strict=True):
             if 0 < count < comm.size:
                 raise LayoutError(
                     "replicate: torch.autograd.grad of a parameter of shape "
@@ -309,7 +333,8 @@ class GradientBuckets:
         for bucket in self.buckets:
             bucket.check_kept()
             bucket.divisor = self.owner.divisor
-        # also buckets without kept gradients on this rank
+        # `start` adds the kept gradients to the empty dict. A bucket without kept gradients on this
+        # rank takes part, too, because other ranks may have kept some.
         reductions = [GroupReduction.start(bucket, {}) for bucket in self.buckets]
         for reduction in reductions:
             reduction.wait()
@@ -340,8 +365,10 @@ class GradientBuckets:
             reductions = current.reductions
             current.reductions = []
         else:
+            # If an error ends the pass in the middle of the second loop, the marks stay, and
+            # `check_kept` of the next pass raises. They are removed at the end of this method.
             for bucket in self.buckets:
-                bucket.partially_accumulated = True  # until all are kept
+                bucket.partially_accumulated = True
             for bucket in self.buckets:
                 for i in bucket.trained:
                     bucket.keep(i)
@@ -353,8 +380,9 @@ class GradientBuckets:
     def _check_writes(self, reduction: GroupReduction) -> None:
         """Raise StyleError if ranks have written different values.
 
-        A rank without writes does not read the flags from an accelerator, because the host would
-        wait for the device.
+        A rank reads the sums of the flags if it has written something, or if they are on the CPU.
+        A rank that has written nothing does not read them from an accelerator, because the host
+        would wait for the device; the ranks that have written raise.
         """
         bucket = reduction.group
         assert isinstance(bucket, Bucket), "buckets were made here"
@@ -384,6 +412,8 @@ class GradientBuckets:
         self.owner.end_pass()
         for replica, grad in zip(self.replicas, ended.grads_before, strict=True):
             replica.leaf.grad = grad
+        # After an error, the reductions that have started return the kept gradients to the buckets.
+        # `finish` has emptied the list.
         while ended.reductions:
             ended.reductions.pop().give_back()
 
@@ -394,6 +424,10 @@ def _gradient_node(leaf: Tensor) -> Any:
 
 
 def _read_from_host_memory(sums: Tensor) -> list[float]:
-    """Return the numbers of a tensor on the CPU, where the host waits for no device."""
+    """Return the numbers of a tensor on the CPU, where the host waits for no device.
+
+    The test of reads from devices (integration_tests/layers/test_stalls.py) allows the reads of
+    this function by its name.
+    """
     numbers: list[float] = sums.tolist()
     return numbers

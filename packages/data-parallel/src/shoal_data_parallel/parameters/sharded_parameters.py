@@ -2,7 +2,7 @@
 
 With data axes of 2 ranks and a tensor-parallel axis of 2, a column-parallel weight of shape (8, 6):
 
-    at rest      Shard(0) over (data, tensor), the tensor axis outermost     local (2, 6), a leaf
+    at rest      Shard(0) over tensor, then over data                        local (2, 6), a leaf
     gathered     Replicate over data, Shard(0) over tensor                   local (4, 6), a DTensor of the tensor axis
     gradient     Partial over data, Shard(0) over tensor                     local (4, 6), reduced to the layout at rest
 """
@@ -50,29 +50,33 @@ class ShardedParameter:
     that an optimizer updates.
     """
 
-    # the modules that hold it, with its name in each; empty if modules always hold the leaf
+    # the modules that hold the parameter, with its name in each; empty for a parameter of
+    # `replicate`, because modules always hold the leaf then
     sites: tuple[Site, ...]
     # the sharded parameter, which optimizers and checkpoints see
     leaf: nn.Parameter
-    # the leaf's layout in the dtype of the computation: gathers begin with it
+    # The layout of the leaf in the dtype of the computation. A gather converts the shard to this
+    # dtype and sends it.
     resting: Spec
     gathered: Spec  # the layout in which modules compute
-    # the spec of the DTensor that modules see, on the axes of their styles; None if they see a
-    # plain tensor
+    # The spec of the DTensor that modules see; None if they see a plain tensor. Its mesh has the
+    # axes of the styles, and also has the data axes if the user's DTensor had them.
     inner: Spec | None
-    # the leaf's layout in the dtype of the reduction: reductions end with it
+    # The layout of the leaf in the dtype of the reduction. A reduced gradient has it.
     reduced: Spec
-    # the layout on the axes of the styles alone; None without styles. `inner` is either this layout,
-    # or its layout on a mesh that also has the data axes
+    # The layout of the gathered parameter on the axes of the styles alone; None without styles. It
+    # is `inner` without the data axes, or, if SPMD types declare it, `declared.parameter`.
     styled: Spec | None = None
-    # the layouts that types declare for a plain parameter; `styled` is then the parameter's
+    # the layouts of a plain parameter and of its gradient that SPMD types declare, for which a
+    # program calls `shoal_spmd_types.assert_type`
     declared: DeclaredLayout | None = None
     # with `reshard_after_forward=<int>`: the layout of the larger shards after a forward, over a
     # small group of ranks, and the layout gathered in the group
     after_forward: tuple[Spec, Spec] | None = None
     # the user's dtypes of computation and reduction
     precision: MixedPrecisionPolicy = MixedPrecisionPolicy()  # an immutable value
-    # the layout of the shard that all replicas have, if the leaf is a part of it
+    # The layout of the shard that all replicas have, if the replicas divide the optimizer's work and
+    # the leaf is a part of this shard. With 2 shards of (4, 6) and 2 replicas, a leaf is (2, 6).
     shared: Spec | None = None
     # what is sent in place of the shard, if the class of the parameter decides it
     extension: GatherExtension | None = None
@@ -80,42 +84,48 @@ class ShardedParameter:
     @property
     def partial(self) -> Spec:
         """The layout of gradients before their reduction over the data axes."""
+        styled: tuple[Placement, ...] = ()
         if self.declared is not None:
-            return _partial_over_data(self.reduced, self.declared.gradient)
-        return _partial_over_data(
-            self.reduced, self.styled.placements if self.styled is not None else ()
-        )
+            styled = self.declared.gradient
+        elif self.styled is not None:
+            styled = self.styled.placements
+        return _partial_over_data(self.reduced, styled)
 
     @property
     def is_on_data_axes(self) -> bool:
         """True if modules see a DTensor that is replicated over the data axes."""
         if self.inner is None:
             return False
+        # Without styles, all axes of `inner` are data axes.
         return self.styled is None or self.styled.mesh.ndim < self.inner.mesh.ndim
 
     def scattered_layout(self, axes: DataAxes) -> Spec:
         """Return the layout of gradients that are reduced over the shards, but not the replicas."""
-        replicas = axes.mesh.ndim - axes.num_sharding_axes
+        axes_of_replicas = axes.mesh.ndim - axes.num_sharding_axes
         shard = (self.shared or self.reduced).with_(dtype=self.reduced.dtype)
-        return _partial_over_first(shard, replicas)
+        return _partial_over_first(shard, axes_of_replicas)
 
     def move_to_replicas(self) -> tuple[Spec, Spec]:
-        """Return the layouts of the leaf and of the shared shard, as they are sent."""
+        """Return the move that gathers a shared shard: the layouts of the leaf and of the shard.
+
+        Both are in the dtype of the computation, in which the elements are sent.
+        """
         assert self.shared is not None, "the leaf is a part of a shared shard"
         return self.resting, self.shared.with_(dtype=self.resting.dtype)
 
     def move_of_shared_shard(self) -> tuple[Spec, Spec]:
-        """Return the layouts of the shared shard and of the gathered parameter."""
+        """Return the move that gathers the parameter from shared shards: the two layouts."""
         _, shared = self.move_to_replicas()
         return shared, self.gathered
 
     def keep_inside(self, axes: DataAxes, inside: DataAxes) -> None:
         """Have a unit keep shards over the axes `inside` after a forward.
 
-        They divide the dim that the shards over `axes` divide.
+        The shards over `inside` divide the same dim as the shards over `axes`.
         """
         if self.extension is not None:
             raise self.extension.refuse("cannot be kept in larger shards after a forward")
+        # The last of the data axes always shards, and the axes before it may hold replicas.
         placement = self.resting.placements[axes.mesh.ndim - 1]
         placement_inside = (
             Shard(placement.dim) if isinstance(placement, Shard | StridedShard) else None
@@ -150,15 +160,15 @@ class ShardedParameter:
 
     def view(self, local: Tensor) -> Tensor:
         """Return the tensor that modules see: a view of a gathered local tensor."""
-        return (
-            local.detach()
-            if self.inner is None
-            else cast(Tensor, DTensor(local.detach(), self.inner))
-        )
+        local_view = local.detach()
+        if self.inner is None:
+            return local_view
+        return cast(Tensor, DTensor(local_view, self.inner))
 
     def put(self, tensor: Tensor) -> None:
         for module, name in self.sites:
-            # a parametrization that was removed leaves the gathered parameter as a buffer
+            # `torch.nn.utils.parametrize.remove_parametrizations` registers the tensor as a buffer
+            # if it is not a Parameter, and a gathered parameter is not.
             if name in module._buffers:
                 del module._buffers[name]
             module._parameters[name] = tensor  # type: ignore[assignment]  # it is gathered
@@ -197,16 +207,17 @@ class ShardedParameter:
             if precision.param_dtype and leaf.is_floating_point()
             else leaf.dtype
         )
-        # the dtype that the user has chosen for `.grad`
+        # torch's default for `grad_dtype` is the dtype of the leaf, so another dtype is the choice of
+        # the user.
         chosen = leaf.grad_dtype if leaf.grad_dtype is not leaf.dtype else None
-        reduced = precision.reduce_dtype or chosen or computed
-        if (computed, reduced) != (self.resting.dtype, self.reduced.dtype):
-            self.resting, self.gathered = (
-                self.resting.with_(dtype=computed),
-                self.gathered.with_(dtype=computed),
-            )
-            self.inner = self.inner.with_(dtype=computed) if self.inner else None
-            self.reduced = self.reduced.with_(dtype=reduced)
+        reduce_dtype = precision.reduce_dtype or chosen or computed
+        is_unchanged = computed == self.resting.dtype and reduce_dtype == self.reduced.dtype
+        if is_unchanged:
+            return
+        self.resting = self.resting.with_(dtype=computed)
+        self.gathered = self.gathered.with_(dtype=computed)
+        self.inner = self.inner.with_(dtype=computed) if self.inner else None
+        self.reduced = self.reduced.with_(dtype=reduce_dtype)
 
     def gradient(self, grad: Tensor | None) -> tuple[Tensor, Spec]:
         """Return the dense local gradient of the tensor that modules saw; zeros for None.
@@ -237,13 +248,15 @@ class ShardedParameter:
         """Return this rank's summand of a gradient, and its layout.
 
         The gradient is on the data axes and the axes of the styles. If it is replicated over data
-        axes, each rank has the whole of it.
+        axes, each rank has the whole gradient. The reduction adds up the ranks, so each rank
+        contributes the gradient divided by the number of these ranks.
         """
         mesh = grad.spec.mesh
         styled = () if self.styled is None else self.styled.mesh.axis_names
         on_axis = dict(zip(mesh.axis_names, grad.placements, strict=True))
         for name, placement in on_axis.items():
-            # placements that are neither sums nor whole are made whole
+            # On a data axis the gradient is a pending sum or replicated. Shards and other pending
+            # reductions are made replicated.
             if name not in styled and placement != Partial():
                 on_axis[name] = Replicate()
         grad = grad.redistribute(placements=[*on_axis.values()])
@@ -258,13 +271,17 @@ class ShardedParameter:
         return local, spec
 
     def accumulate(self, reduced: Tensor) -> None:
-        """Add a reduced local gradient to the gradient of the leaf, through hooks if it has any."""
+        """Add a reduced local gradient to the gradient of the leaf.
+
+        If the leaf has hooks, autograd adds it in a backward of the leaf, which calls them.
+        """
         leaf: Any = self.leaf
         dtype = leaf.grad_dtype or leaf.dtype
         grad = reduced.to(leaf.device, dtype)
         if isinstance(leaf, DTensor):
             grad = DTensor(grad, leaf.spec if dtype is leaf.dtype else leaf.spec.with_(dtype=dtype))
-        # without sites this is a replica, whose hooks were called for the gradient of this rank
+        # Without sites this is a parameter of `replicate`. Its hooks were called in the backward
+        # pass, with the gradient of this rank.
         if self.sites and grad_hooked(leaf):
             torch.autograd.backward([leaf], [grad])
         elif leaf.grad is None:
@@ -285,9 +302,9 @@ def shard_parameter(
     """Return a parameter that is sharded over the data axes, too.
 
     The parameter may be plain, or a DTensor on the axes of styles, whose local tensor is then
-    sharded. A plain parameter with types is sharded like a DTensor of its `declared_layout`.
-    `placement` has the dim to shard, by default the first. With `view` the shard may share the
-    parameter's memory.
+    sharded. A plain parameter for which a program has asserted SPMD types is sharded like a DTensor
+    of its `declared_layout`. `placement` has the dim to shard, by default the first. With `view` the
+    shard may share the parameter's memory.
     """
     precision = policies[0].for_parameter(param)
     offload = policies[1]
@@ -304,10 +321,11 @@ def shard_parameter(
         styled = declared.parameter
     resting, gathered = _layouts(param, axes, styled, placement)
 
-    def rows(tensor: Tensor) -> DTensor:
+    def to_shard(tensor: Tensor) -> DTensor:
         shard = _narrowed(local_of(tensor).detach(), gathered, resting)
         shard = shard.contiguous() if view else shard.clone(memory_format=torch.contiguous_format)
-        # a shard without values is on its device when `to_empty` gives it values
+        # A meta shard is not moved to the CPU: `to_empty` allocates it later, on the device that its
+        # caller names.
         awaits_values = shard.is_meta and axes.mesh.device_type != "meta"
         if isinstance(offload, CPUOffloadPolicy) and not awaits_values:
             pinned = offload.pin_memory and axes.mesh.device_type != "cpu"
@@ -321,7 +339,7 @@ def shard_parameter(
             "new parameter"
         )
     extension = extension_of(param, resting, sites[0][0], precision)
-    leaf = _replacement(param, rows, styled=inner is not None)
+    leaf = _replacement(param, to_shard, is_styled=inner is not None)
     parameter = ShardedParameter(
         tuple(sites),
         leaf,
@@ -349,8 +367,8 @@ def make_whole(parameters: Sequence[ShardedParameter]) -> None:
         if parameter.extension is not None:
             raise parameter.extension.refuse("stays sharded over the data axes")
         parameter.adopt()
-    # leaves and gradients that are gathered
-    gathered_tensors: list[Tensor] = []
+    # leaves and gradients, whose shards are gathered
+    sharded_tensors: list[Tensor] = []
     moves: list[tuple[Spec, Spec]] = []
     shards: list[Tensor] = []
     for parameter in parameters:
@@ -360,14 +378,15 @@ def make_whole(parameters: Sequence[ShardedParameter]) -> None:
             resting = parameter.resting.with_(dtype=tensor.dtype)
             gathered = parameter.gathered.with_(dtype=tensor.dtype)
             shard = local_shard(cast(DTensor, tensor)).detach()
-            gathered_tensors.append(tensor)
+            sharded_tensors.append(tensor)
             moves.append((resting, gathered))
             shards.append(shard.to(gathered.mesh.device_type))
     with purpose("styles after data parallelism"):
-        arrived = redistribute_shards(shards, moves).wait() if moves else []
-    pairs = zip(gathered_tensors, arrived, strict=True)
+        whole_tensors = redistribute_shards(shards, moves).wait() if moves else []
+    pairs = zip(sharded_tensors, whole_tensors, strict=True)
     local_of_tensor = {id(tensor): local for tensor, local in pairs}
 
+    # `_replacement` calls this function for a leaf and for its gradient.
     def whole(parameter: ShardedParameter, tensor: Tensor) -> Tensor:
         if tensor.is_meta:
             shape = parameter.gathered.local_shape
@@ -380,7 +399,7 @@ def make_whole(parameters: Sequence[ShardedParameter]) -> None:
 
     for parameter in parameters:
         is_styled = parameter.inner is not None
-        whole_leaf = _replacement(parameter.leaf, partial(whole, parameter), styled=is_styled)
+        whole_leaf = _replacement(parameter.leaf, partial(whole, parameter), is_styled=is_styled)
         parameter.put(whole_leaf)
 
 
@@ -389,8 +408,8 @@ def _partial_over_data(reduced: Spec, styled: tuple[Placement, ...]) -> Spec:
     """Return the layout of a gradient before its reduction over the data axes.
 
     Args:
-        reduced: the layout after the reduction.
-        styled: the gradient's placements on the axes of the styles.
+        reduced: the layout after the reduction. The data axes come first in its mesh.
+        styled: the gradient's placements on the axes of the styles, which come last.
     """
     data: list[Placement] = [Partial()] * (reduced.mesh.ndim - len(styled))
     return Spec(reduced.mesh, (*data, *styled), reduced.shape, None, dtype=reduced.dtype)
@@ -403,15 +422,20 @@ def _partial_over_first(reduced: Spec, count: int) -> Spec:
 
 
 def _replacement(
-    old: nn.Parameter, convert: Callable[[Tensor], Tensor], *, styled: bool
+    old: nn.Parameter, convert: Callable[[Tensor], Tensor], *, is_styled: bool
 ) -> nn.Parameter:
     """Return a parameter with converted values and gradient.
 
     It has the attributes and hooks of the parameter that it replaces.
+
+    Args:
+        old: the parameter that is replaced.
+        convert: is called for the parameter, and for its gradient if it has one.
+        is_styled: whether the modules see a DTensor, which a style has made.
     """
     new = nn.Parameter(convert(old), requires_grad=old.requires_grad)
     carry_gradient(old, new, None if old.grad is None else convert(old.grad))
-    if styled:
+    if is_styled:
         vars(new).update(vars(old))
         note_replaced(old)
     else:
