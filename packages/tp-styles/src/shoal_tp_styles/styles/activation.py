@@ -1,4 +1,6 @@
-"""Styles for modules that treat parts of an activation alone: tokens, channels or attention heads.
+"""Styles for modules that compute parts of an activation independently of its other parts.
+
+The parts are tokens, channels or attention heads.
 
 `ContextParallel` is for attention over a sharded sequence. The other styles are for modules between
 column-wise and row-wise projections, except `HeadParallel`, which shards its own projections.
@@ -41,7 +43,8 @@ from ..sharding.module_sharding import (
 )
 from .style import DeclaredStyle, check_forward, unsupported
 
-# By exact type: a subclass may treat tokens otherwise.
+# For each type of module the forward that the style puts in its place, on local shards. By exact
+# type: a subclass may compute with several tokens together.
 _LOWERINGS: dict[type[nn.Module], type[Lowered]] = {
     **dict.fromkeys(TOKENWISE, Tokenwise),
     **dict.fromkeys(RECURRENT, Recurrent),
@@ -51,10 +54,11 @@ _LOWERINGS: dict[type[nn.Module], type[Lowered]] = {
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class SequenceParallel(DeclaredStyle):
-    """Style that runs a module, one that treats tokens alone, on each rank's shard of the sequence.
+    """Style that runs a module on each rank's shard of the sequence.
 
-    The style is for LayerNorm, RMSNorm, Dropout, activations and your own modules of this kind, and
-    for RNN, LSTM and GRU along their batch dim. A plain input is this rank's shard of the sequence;
+    The module must compute each token independently of the other tokens. The style is for
+    LayerNorm, RMSNorm, Dropout, activations and your own modules of this kind, and for RNN, LSTM and
+    GRU along their batch dim. A plain input is this rank's shard of the sequence;
     a DTensor is redistributed to it. The gradients of the replicated parameters are summed over the
     axis before hooks and optimizers see them.
 
@@ -73,7 +77,7 @@ class SequenceParallel(DeclaredStyle):
 
     @property
     def sequence_sharding(self) -> tuple[Placement, ...]:
-        """`Shard(sequence_dim)` in torch's form; assigning it sets `sequence_dim`."""
+        """The tuple `(Shard(sequence_dim),)`, as in torch; assigning it sets `sequence_dim`."""
         return (Shard(self.sequence_dim),)
 
     @sequence_sharding.setter
@@ -82,7 +86,8 @@ class SequenceParallel(DeclaredStyle):
         self.sequence_dim = sharding.dim
 
     def sharding(self, module: nn.Module) -> ModuleSharding:
-        port = Port(Shard(self.sequence_dim), Shard(self.sequence_dim))
+        # Inputs arrive sharded along the sequence, and outputs leave so.
+        port = Port(layout=Shard(self.sequence_dim), desired=Shard(self.sequence_dim))
         lowering = _LOWERINGS.get(class_of(module))
         if lowering is None and is_norm(module):
             lowering = Tokenwise
@@ -102,15 +107,16 @@ class ContextParallel(DeclaredStyle):
     It replaces calls of `F.scaled_dot_product_attention` in a module.
 
     The style is for a module of any kind: an attention, a block, a whole model. The inputs of the
-    module are this rank's positions. Parameters stay as they are; their gradients are the gradients
-    of this rank's positions, and are reduced as over data ranks (`replicate`, `fully_shard`). Other
-    styles on the same module or inside it use other axes. A checkpoint goes around the module, not
-    inside it, because the recomputation in backward must pass through its forward.
+    module are this rank's positions. Parameters stay as they are. Their gradients are the gradients
+    of this rank's positions; `replicate` or `fully_shard` over the axis reduces them, as over data
+    ranks. Other styles on the same module or inside it use other axes. An activation checkpoint goes
+    around the module, not inside it: the recomputation in backward must call the forward of the
+    module, which replaces the attention.
 
     Args:
         method: how keys and values reach the queries, see `context_parallel_attention`.
         layout: which positions each rank holds. A name is for sequences of which all ranks hold
-            equally many.
+            equally many positions.
         window: (left, right), the numbers of keys before and after its own position that a query
             reads; None for no bound.
         documents: documents of packed sequences that are the same in every batch; else use
@@ -131,6 +137,7 @@ class ContextParallel(DeclaredStyle):
             "ContextParallel",
             lowering=ContextAttention,
             options=ContextOptions(self.method, self.layout, self.window, self.documents),
+            # parameters stay plain tensors
             distributes=False,
         )
 
@@ -164,6 +171,7 @@ class HeadParallel(DeclaredStyle):
                 "HeadParallel: bias_k/bias_v and add_zero_attn are not supported; distribute the "
                 "module with shoal_dtensor.distribute_module"
             )
+        # The style does not call the module's forward, so a subclass must not override it.
         check_forward("HeadParallel", module, nn.MultiheadAttention)
         heads = Heads(module.num_heads, module.head_dim)
         parameters: dict[str, ParameterPlacement] = {"out_proj.weight": HeadShard(1, heads)}
@@ -177,6 +185,7 @@ class HeadParallel(DeclaredStyle):
             "HeadParallel",
             parameters,
             inputs=(port, port, port),
+            # The second output, the attention weights, passes through.
             outputs=(output, None),
             lowering=AttentionHeads,
             options=FusedBlocks(blocks, prefix="in_proj_"),
@@ -188,14 +197,15 @@ class OwnParameters(DeclaredStyle):
     """Style that shards parameters of a module's own forward, such as one attention sink per head.
 
     The forward runs on local shards. Children keep styles of their own. A parameter that is not
-    named is replicated, and its gradient is taken to be the same on all ranks.
+    named is replicated. Its gradient is used as each rank computes it and not reduced over the axis,
+    so each rank must compute the whole gradient.
 
     Args:
         dims: name of a parameter -> the dim that is sharded; a parameter that is None is not
             sharded.
-        counts: names of integers of the module by which its forward reshapes the outputs of
-            column-wise children: numbers of heads, features of all heads. While the forward runs, a
-            rank reads its part of them.
+        counts: names of integer attributes of the module, such as the number of heads or the
+            features of all heads. The forward reshapes outputs of column-wise children by them.
+            While the forward runs, each attribute has this rank's part: 2 of 8 heads on 4 ranks.
 
     Raises:
         LayoutError: if the module has no such parameter or integer, or the parameter no such dim,
@@ -220,10 +230,12 @@ class OwnParameters(DeclaredStyle):
     def sharding(self, module: nn.Module) -> ModuleSharding:
         placements = {}
         for name, dim in self.dims.items():
-            # A parameter that is None is missing in this layer only.
-            if getattr(module, name, 0) is not None:
-                dim = self._sharded_dim(module, name, dim)
-                placements[name] = Shard(dim, multiple_of=self.multiple_of)
+            # An attribute that is None is a parameter that this layer does not use.
+            is_unused = hasattr(module, name) and getattr(module, name) is None
+            if is_unused:
+                continue
+            dim = self._sharded_dim(module, name, dim)
+            placements[name] = Shard(dim, multiple_of=self.multiple_of)
         for name in self.counts:
             if type(vars(module).get(name)) is not int:
                 raise LayoutError(
@@ -238,10 +250,12 @@ class OwnParameters(DeclaredStyle):
     def _sharded_dim(self, module: nn.Module, name: str, dim: int) -> int:
         """Return a dim of a parameter, counted from the first one; raise if there is no such dim."""
         param = module._parameters.get(name)
-        # A vector's only dim is both -1 and -2, so that a bias is sharded like the rows of its
-        # weight.
-        if param is not None and -max(param.ndim, 2) <= dim < param.ndim:
-            return max(dim + param.ndim, 0) if dim < 0 else dim
+        if param is not None:
+            # The dim -2, the rows of a weight, is also allowed for a bias of one dim, whose elements
+            # belong to the rows: both -1 and -2 are its dim 0.
+            least_dim = -max(param.ndim, 2)
+            if least_dim <= dim < param.ndim:
+                return max(dim + param.ndim, 0) if dim < 0 else dim
         got = "no such parameter" if param is None else f"one of shape {tuple(param.shape)}"
         raise LayoutError(
             f"OwnParameters: dim {dim} of {name!r}: {type(module).__name__} has {got}"
@@ -252,13 +266,14 @@ class OwnParameters(DeclaredStyle):
 class LatentProjection(DeclaredStyle):
     """Style for a replicated Linear of multi-head latent attention.
 
-    Each rank's heads read the last features of the output directly.
-
-    The latent passes a column-wise projection, which sums the latent's gradient over the ranks;
-    this style sums the gradient of the last features.
+    The output of the Linear has two parts: the latent, from which a column-wise projection computes
+    the keys and values of the heads, and the last features, which carry rotary positions and which
+    all heads read directly. Each rank computes some of the heads, so each rank has an addend of the
+    gradient of the output. The column-wise projection adds the gradients of the latent over the
+    ranks. This style adds the gradients of the last features.
 
     Args:
-        rotary: number of last features of the output that the heads read.
+        rotary: the number of last features of the output, which the heads read directly.
 
     Raises:
         LayoutError: if the module has fewer features (when applied).
@@ -296,15 +311,16 @@ _KINDS: tuple[type[nn.Module], ...] = (
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class ChannelParallel(DeclaredStyle):
-    """Style that runs a module, one that treats channels alone, on the rank's channels.
+    """Style that runs a module on the rank's channels.
 
-    The module is between a column-wise and a row-wise convolution.
+    The module must compute groups of channels independently of the other groups. It is between a
+    column-wise and a row-wise convolution.
 
     The style is for GroupNorm, BatchNorm, PReLU, and convolutions of several groups, including
     depthwise ones. It runs no communication in either direction. A shard of a GroupNorm or of a
     convolution holds complete groups. If the number of groups is not a multiple of the number of
-    ranks, give the module before it the same boundaries, with `.aligned(input channels of a
-    group)`. BatchNorm's statistics are sharded with its channels.
+    ranks, give the module before it the same boundaries: for groups of 3 input channels, by
+    `.aligned(3)` on the style of that module. BatchNorm's statistics are sharded with its channels.
 
     Args:
         use_local_output: return the plain local tensor instead of a DTensor.
@@ -321,7 +337,7 @@ class ChannelParallel(DeclaredStyle):
             raise unsupported("ChannelParallel", module, _KINDS, "convolutions with several groups")
         has_one_slope = isinstance(module, nn.PReLU) and module.num_parameters == 1
         if not has_one_slope:
-            return sharded_groups(self, module, None, None)
+            return sharded_groups(self, module, input_layout=None, output_layout=None)
         layout = Shard(1, multiple_of=self.multiple_of)
         port = Port(layout, layout)
         return ModuleSharding(
@@ -337,7 +353,11 @@ def sharded_groups(
 ) -> ModuleSharding:
     """Return the sharding of a module by groups of channels.
 
-    The layout outside the module is sharded by channels unless another layout is given.
+    Args:
+        style: the style of the module.
+        module: the module.
+        input_layout: the layout in which the input arrives; None if it is sharded by channels.
+        output_layout: the layout in which the output leaves; None if it is sharded by channels.
     """
     name = type(style).__name__
     if isinstance(module, CONVOLUTIONS):
@@ -345,8 +365,10 @@ def sharded_groups(
         if has_own_forward:
             raise unsupported(name, module, CONVOLUTIONS)
     channels = ChannelsOfGroups.of(module, style.multiple_of)
-    # Example: units of 2 groups, with 1 input and 2 output channels in a group -> the ranks read
-    # multiples of 2 channels, and compute multiples of 4.
+    # A group reads `into` input channels, computes `out_of` output channels, and has `rows` rows of
+    # the weight. Ranks hold multiples of `unit` groups. Example: units of 2 groups, with 1 input and
+    # 2 output channels in a group; the ranks read multiples of 2 channels, and compute multiples of
+    # 4.
     reads = Shard(channels.dim, multiple_of=channels.unit * channels.into)
     computes = Shard(channels.dim, multiple_of=channels.unit * channels.out_of)
     per_output = Shard(0, multiple_of=channels.unit * channels.out_of)
@@ -365,5 +387,6 @@ def sharded_groups(
         outputs=(output_port,),
         lowering=GroupedChannels,
         options=channels,
+        # styles without this option return plain tensors
         local_outputs=getattr(style, "use_local_output", True),
     )
