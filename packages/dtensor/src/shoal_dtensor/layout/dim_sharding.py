@@ -43,7 +43,8 @@ def shard_sizes(size: int, placement: Shard | StridedShard, ranks: int) -> list[
     For 10 elements, `Shard(0, multiple_of=2)` over 4 ranks gives [4, 4, 2, 0].
     """
     if isinstance(placement, StridedShard):
-        assert placement.sizes is not None, "styles say the sizes of strided shards"
+        # Without sizes a StridedShard only expresses an order of axes; no caller passes one here.
+        assert placement.sizes is not None, "a StridedShard of runs has the sizes of their shards"
         # Example: 3 runs, each sharded as 2 + 1, give 6 and 3 elements.
         return [placement.split_factor * size for size in placement.sizes]
     return list(placement.sizes or chunk_sizes(size, ranks, placement.multiple_of))
@@ -62,11 +63,13 @@ def _sizes(length: int, step: int, shards: int) -> tuple[int, ...]:
     """Return the sizes of the shards: full shards of `step`, a shorter one, and empty ones."""
     full = int(length // step) if step else 0
     rest = length - full * step
-    # Example: 7 elements in 4 shards of up to 3 are the first 4 of (3, 3, 1, 0, 0, 0, 0).
+    # Example: 7 elements in 4 shards of up to 3 are 2 full shards and a rest of 1. The sizes are the
+    # first 4 of (3, 3, 1, 0, 0, 0, 0).
     sizes = (step,) * full + (rest, *(0,) * shards)
     return sizes[:shards]
 
 
+# Graphs of torch.compile have shardings as constants.
 @constant_when_compiled
 @dataclass(frozen=True, init=False)
 class DimSharding:
@@ -91,7 +94,8 @@ class DimSharding:
     # elements of every shard if the sharding is ragged; None otherwise
     ragged: tuple[int, ...] | None
     # number of shards, empty shards included
-    # (compiled code reads the default from the class)
+    # (`_set` computes this field and the next one; torch.compile traces reads of an attribute only
+    # if the class has the attribute, which the defaults ensure)
     shards: int = field(default=1, compare=False, repr=False)
     # whether all shards are equally large
     even: bool = field(default=True, compare=False, repr=False)
@@ -100,7 +104,8 @@ class DimSharding:
         self, axes: tuple[int, ...], axis_sizes: tuple[int, ...], sizes: tuple[int, ...]
     ) -> None:
         assert len(sizes) == prod(axis_sizes), "one size for each coordinate of the axes"
-        # Listed sizes become constants; `chunks` keeps symbols.
+        # While torch.compile traces dynamic shapes, sizes may be symbols (`torch.SymInt`). `int`
+        # replaces a symbol by the value that it has now. `chunks` keeps symbols.
         sizes = tuple(map(int, sizes))
         length = sum(sizes)
         step = sizes[0]
@@ -126,7 +131,7 @@ class DimSharding:
     def whole(length: int) -> DimSharding:
         """Return the sharding of a dim that every rank holds whole."""
         if type(length) is int:
-            return _whole(length, length)
+            return _cached_chunks(length, length)
         # A symbol cannot be the key of a cache.
         return DimSharding.chunks((), (), length, length)
 
@@ -267,8 +272,9 @@ class DimSharding:
         if type(self.length) is not int:
             if self.even and not self.step % (ranks * unit):
                 return DimSharding.chunks(axes, axis_sizes, self.length, self.step // ranks)
-            constant = DimSharding(self.axes, self.axis_sizes, self.sizes)
-            return constant.chunked(axis, ranks, unit)
+            # The constructor replaces symbols by their values.
+            without_symbols = DimSharding(self.axes, self.axis_sizes, self.sizes)
+            return without_symbols.chunked(axis, ranks, unit)
         if self._is_uniform_chunked(ranks, unit):
             step = _step(self.step, ranks, unit)
             return DimSharding.chunks(axes, axis_sizes, self.length, step)
@@ -285,26 +291,32 @@ class DimSharding:
         if self.ragged is not None:
             return False
         step = _step(self.step, ranks, unit)
+        # If one shard has all elements, no shard follows that would have to begin at a multiple of
+        # `step`.
+        is_single = self.step == self.length
         # Example: shards of 4, divided over 2 ranks in steps of 2: 2 * 2 == 4.
-        is_aligned = self.step == self.length or step * ranks == self.step
-        if not is_aligned:
+        if not is_single and step * ranks != self.step:
             return False
         last = self.length % self.step if self.step else 0
         if not last:
             return True
-        step_of_last = _step(last, ranks, unit)
-        return min(step_of_last, last) == min(step, last)
+        # The last shard is shorter. Example: in shards of 4 and 3, the first part of the last one
+        # has 2 elements, as in steps of 2. A part is at most as long as its shard.
+        part_of_last = min(_step(last, ranks, unit), last)
+        return part_of_last == min(step, last)
 
     def in_written_order(self) -> DimSharding:
-        """Return the same shards with the axes in the order that their placements determine.
+        """Return the same shards with the axes in the order in which placements are read.
 
-        Only axes of one rank move, because placements do not determine their position.
+        An axis of one rank may be anywhere among the axes without a change of the shards or of the
+        placements. It moves to the position where `order_of_axes` reads it. Other axes stay.
         """
         if 1 not in self.axis_sizes:
             return self
         sizes = dict(zip(self.axes, self.axis_sizes, strict=True))
         outer_shards = shards_before(self.axes, self.axis_sizes)
-        axes = order_of_axes(0, outer_shards, sizes)
+        # The dim is for messages only: these axes have an order.
+        axes = order_of_axes(dim=0, outer_shards=outer_shards, mesh_shape=sizes)
         axis_sizes = tuple([sizes[axis] for axis in axes])
         sharding: DimSharding = object.__new__(DimSharding)
         sharding._set(axes, axis_sizes, self.length, self.step, ragged=self.ragged)
@@ -334,19 +346,26 @@ class DimSharding:
             for axis in self.axes:
                 placements[axis] = in_order(Shard(dim), outer_shards[axis])
             return placements
-        by_axes_so_far = self.outer(0)
+        before_axis = self.outer(0)
         for count, (axis, ranks) in enumerate(zip(self.axes, self.axis_sizes, strict=True), 1):
-            default = by_axes_so_far.chunked(axis, ranks)
-            by_axes_so_far = self.outer(count)
-            sizes = None if by_axes_so_far == default else by_axes_so_far.sizes
+            after_axis = self.outer(count)
+            # A placement without sizes stands for the sizes of torch.chunk.
+            is_chunked = after_axis == before_axis.chunked(axis, ranks)
+            sizes = None if is_chunked else after_axis.sizes
             placements[axis] = in_order(Shard(dim, sizes=sizes), outer_shards[axis])
+            before_axis = after_axis
         return placements
 
 
 def in_order(placement: Shard | StridedShard, outer_shards: int) -> Shard | StridedShard:
-    """Return `placement` for an axis that shards its dim after axes to its right.
+    """Return the placement of an axis that shards its dim after some of the axes to its right.
 
-    These axes make `outer_shards` shards of the dim; for 1, `placement` is returned as it is.
+    Without such axes, the leftmost axis of a dim is the outermost one.
+
+    Args:
+        placement: the placement if no axis to the right came first.
+        outer_shards: the number of shards that these axes make of the dim. For 1 there are none,
+            and `placement` is returned.
     """
     if outer_shards == 1:
         return placement
@@ -360,7 +379,9 @@ def in_order(placement: Shard | StridedShard, outer_shards: int) -> Shard | Stri
     )
 
 
-_whole = lru_cache(maxsize=4096)(partial(DimSharding.chunks, (), ()))
+# A cache of `DimSharding.chunks((), (), length, step)` for `DimSharding.whole`.
+_chunks_over_no_axis = partial(DimSharding.chunks, (), ())
+_cached_chunks = lru_cache(maxsize=4096)(_chunks_over_no_axis)
 
 
 def shard_dim(
