@@ -1,9 +1,9 @@
 """`small_copy`: a small copy of a transformers model, with example inputs, to prove a plan on.
 
 The copy has every kind of layer of the model, and as few layers as possible. Its weights are
-random. It keeps the widths of the configuration if the simulated ranks of one process can hold
-them. Otherwise widths and experts are divided by a power of two and the vocabulary is shortened;
-numbers of heads stay as they are.
+random. It keeps the widths of the configuration if it then has at most `_FEW_PARAMETERS` parameters:
+one process holds the parameters of all simulated ranks. Otherwise widths and experts are divided by
+a power of two and the vocabulary is shortened; numbers of heads stay as they are.
 """
 
 from __future__ import annotations
@@ -19,30 +19,40 @@ from torch import Tensor, nn
 
 from shoal_tp_styles.internal import kind_and_first_line
 
-# A copy keeps the widths of the configuration up to this number of parameters: 16 MiB in float64.
+# A copy keeps the widths of the configuration up to this number of parameters. The copy is made in
+# float32, and the proof converts it to float64, in which they are 16 MiB.
 _FEW_PARAMETERS = 1 << 21
 # Divisors of widths, tried from the largest one.
 _DIVISORS = (16, 8, 4, 2)
-# Smaller widths are not divided: sizes of states, of rotary halves, of tiny models.
+# Smaller widths are not divided. They are the sizes of states, of rotary halves of a head, or of
+# models that are tiny already.
 _SMALL_WIDTH = 64
 # The least number of experts of a smaller copy, so that a router still chooses among them.
 _LEAST_EXPERTS = 16
-# A shortened vocabulary has this size, plus the remainder of the model's size divided by
-# `_REMAINDER`: where the shards of the model's vocabulary are uneven, those of the copy are too.
+# A shortened vocabulary has the size `_VOCABULARY + vocab_size % _REMAINDER`. If ranks hold uneven
+# shards of the model's vocabulary, they thus hold uneven shards of the copy's. Example: 50257 tokens
+# become 257.
 _VOCABULARY = 256
 _REMAINDER = 16
 
+# Names of fields of configurations. Numbers of layers: num_hidden_layers, encoder_layers, depth.
 _LAYER_COUNT = re.compile(r"layers?$|^depth$")
+# Other fields with such names: num_kv_shared_layers, num_dense_layers, num_nextn_predict_layers.
 _NO_LAYER_COUNT = re.compile(r"shared|dense|predict|mtp|extract")
+# Lists with one entry per layer: layer_types, mlp_layer_types.
 _PER_LAYER = re.compile(r"layer|block|attention|pattern|mlp|types|sparsity")
+# Widths: hidden_size, head_dim, q_lora_rank.
 _WIDTH = re.compile(r"(size|dim|width|rank|d_model|d_ff|d_kv|n_embd|n_inner|d_ssm|dff)$")
+# Other sizes: vocab_size, patch_size, chunk_size.
 _NO_WIDTH = re.compile(
     r"vocab|patch|image|kernel|chunk|block|batch|window|group|conv|type|max_|bucket|cache"
 )
+# Numbers of experts: num_experts, n_routed_experts.
 _EXPERT_COUNT = re.compile(r"(^|_)(num|n)_(\w+_)?experts$")
-# The most positions of a sound encoder, whose input has a fixed length, and the most tokens of a
-# window of attention.
-_SOURCE_LENGTH = 16
+# The most positions of a sound encoder, whose input has a fixed length.
+_MOST_SOURCES = 16
+# The most tokens of a window of attention.
+_MOST_OF_WINDOW = 16
 
 
 class SmallCopy(NamedTuple):
@@ -72,7 +82,8 @@ def small_copy(model: Any, least_layers: int = 1) -> SmallCopy | NoSmallCopy:
 
     Args:
         model: a model of transformers, on any device, including meta.
-        least_layers: the least number of layers of a list of layers of the copy.
+        least_layers: each list of layers of the copy has at least so many layers, or all layers of
+            the model.
     """
     wanted = _kinds_of_modules(model)
     counts = _least_layer_counts(model, least_layers)
@@ -113,7 +124,11 @@ class _Reduction(NamedTuple):
 
 
 def _reductions(model: nn.Module, counts: Mapping[int, int]) -> Iterator[_Reduction]:
-    """Yield ways to make a configuration smaller, the way with the smallest result first."""
+    """Yield ways to make a configuration smaller, the way with the smallest result first.
+
+    The last ways keep the widths, even above `_FEW_PARAMETERS`, for models whose widths cannot be
+    divided.
+    """
     if _count_with(model, counts) > _FEW_PARAMETERS:
         for divisor in _DIVISORS:
             yield _Reduction(divisor=divisor)
@@ -140,7 +155,9 @@ def _parts(config: Any) -> list[Any]:
     """Return the configuration and its nested configurations: for text, images, an encoder."""
     parts = [config]
     for value in vars(config).values():
-        if hasattr(value, "to_dict") and hasattr(value, "attribute_map"):
+        # Configurations of transformers have these two attributes, also the classes of remote code.
+        is_config = hasattr(value, "to_dict") and hasattr(value, "attribute_map")
+        if is_config:
             parts.extend(_parts(value))
     return parts
 
@@ -152,7 +169,9 @@ def _fields(config: Any) -> dict[str, Any]:
 def _least_layer_counts(model: nn.Module, least_layers: int) -> dict[int, int]:
     """Map the length of a list of layers to the number of first layers that have all its kinds.
 
-    The number is at least `least_layers`, as far as the list has as many layers.
+    The number is at least `least_layers`, or the length of the list if that is smaller. Lists of one
+    length have one number, because a field of a configuration names the length only: it does not
+    tell which list it is for.
 
     Example: six layers of the kinds a, a, b, a, a, b give {6: 3}.
     """
@@ -161,8 +180,9 @@ def _least_layer_counts(model: nn.Module, least_layers: int) -> dict[int, int]:
         if not isinstance(module, nn.ModuleList) or len(module) < 2:
             continue
         kinds = [_kind_of_layer(layer) for layer in module]
-        of_all_kinds = 1 + max(kinds.index(kind) for kind in kinds)
-        least = max(of_all_kinds, min(least_layers, len(module)))
+        # `index` is the first layer of a kind. In the example, the last of these is layer 2.
+        last_first = max(kinds.index(kind) for kind in kinds)
+        least = max(1 + last_first, min(least_layers, len(module)))
         counts[len(module)] = max(least, counts.get(len(module), 1))
     return counts
 
@@ -204,12 +224,12 @@ def _shorten(config: Any, counts: Mapping[int, int]) -> None:
                     setattr(config, list_name, entries[: counts[value]])
     sources = fields.get("max_source_positions")
     if type(sources) is int:
-        config.max_source_positions = min(sources, _SOURCE_LENGTH)
+        config.max_source_positions = min(sources, _MOST_SOURCES)
     windows = getattr(config, "attention_window", None)
     if type(windows) is int:
-        config.attention_window = min(windows, _SOURCE_LENGTH)
+        config.attention_window = min(windows, _MOST_OF_WINDOW)
     elif isinstance(windows, list):
-        config.attention_window = [min(window, _SOURCE_LENGTH) for window in windows]
+        config.attention_window = [min(window, _MOST_OF_WINDOW) for window in windows]
 
 
 def _count_with(model: nn.Module, counts: Mapping[int, int]) -> int:
@@ -217,7 +237,9 @@ def _count_with(model: nn.Module, counts: Mapping[int, int]) -> int:
     total = sum(param.numel() for param in model.parameters())
     for module in model.modules():
         if isinstance(module, nn.ModuleList):
-            for layer in [*module][counts.get(len(module), len(module)) :]:
+            kept = counts.get(len(module), len(module))
+            dropped_layers = [*module][kept:]
+            for layer in dropped_layers:
                 total -= sum(param.numel() for param in layer.parameters())
     return total
 
@@ -231,7 +253,8 @@ def _divide_widths(config: Any, divisor: int) -> None:
         if name == "vocab_size":
             config.vocab_size = min(value, _VOCABULARY + value % _REMAINDER)
         elif name.endswith("_token_id") and value >= _VOCABULARY:
-            # Special tokens are moved to 128 to 255, away from the tokens 3 to 7 of example inputs.
+            # Special tokens move into the range from 255 - 127 = 128 to 255, away from the tokens 3
+            # to 7 of example inputs. Example: token 50256 becomes 255 - 80 = 175.
             setattr(config, name, _VOCABULARY - 1 - value % 128)
         elif _EXPERT_COUNT.search(name) and value // divisor >= _LEAST_EXPERTS:
             setattr(config, name, value // divisor)
@@ -261,7 +284,10 @@ def _check_heads(config: Any) -> None:
 
 
 def _build(model: Any, config: Any) -> Any:
-    """Build a model on CPU, with implementations of attention and experts that run in float64."""
+    """Build a model on CPU, with implementations of attention and experts that run in float64.
+
+    The proof of a plan converts the model to float64.
+    """
     attention = config._attn_implementation
     if attention not in ("eager", "sdpa"):
         attention = "eager"
@@ -279,7 +305,8 @@ def _build(model: Any, config: Any) -> Any:
 def _kinds_of_modules(model: nn.Module) -> set[tuple[Any, ...]]:
     """Return the kinds of modules.
 
-    A kind is the path with a wildcard for numbers, the class, and the names and dims of parameters.
+    A kind is the path with a wildcard for numbers, the class, and the names and numbers of dims of
+    the parameters. Sizes of dims are left out, because a copy may have smaller widths.
     """
     kinds = set()
     for path, module in model.named_modules():
@@ -315,8 +342,8 @@ def _running_inputs(model: Any) -> tuple[dict[str, Tensor] | None, str]:
 def _example_inputs(model: Any) -> Iterator[dict[str, Tensor]]:
     """Yield inputs by the name of the model's main input, likely ones first."""
     generator = torch.Generator().manual_seed(0)
-    # Encoders and decoders get the same tokens. Their number 5 is not a multiple of 2, 3 or 4
-    # ranks.
+    # Encoders and decoders get the same 5 tokens. 5 is not a multiple of 2, 3 or 4 ranks, so that a
+    # plan is also proven on uneven shards of the sequence.
     tokens = torch.randint(3, 8, (2, 5), generator=generator)
     accepted = inspect.signature(model.forward).parameters
     decoder: dict[str, Tensor] = {}
@@ -328,17 +355,21 @@ def _example_inputs(model: Any) -> Iterator[dict[str, Tensor]]:
     shapes = _main_shapes(model)
     for shape in shapes:
         values = torch.randn(shape, generator=generator)
+        # Most models run on their main input alone, and some also need text. Without a decoder or
+        # text these dicts are empty.
         for others in (decoder, {**decoder, **text}):
             yield {model.main_input_name: values, **others}
     if "input_ids" in accepted:
         yield {"input_ids": tokens, **decoder}
-        # Some attentions take whole windows of tokens only: 64 is a multiple of `_SOURCE_LENGTH`.
+        # Some attentions take whole windows of tokens only: 64 is a multiple of `_MOST_OF_WINDOW`.
         yield {"input_ids": tokens.repeat(1, 13)[:, :64], **decoder}
 
 
 def _main_shapes(model: Any) -> list[tuple[int, ...]]:
     """Return possible shapes of a main input that is not tokens: of images or of sound."""
     sizes: dict[str, Any] = {}
+    # `_parts` lists the outer configuration first. In reverse order, its fields replace fields of
+    # the same names in nested configurations.
     for part in reversed(_parts(model.config)):
         sizes |= _fields(part)
     name = model.main_input_name
@@ -356,7 +387,8 @@ def _main_shapes(model: Any) -> list[tuple[int, ...]]:
         bins = _first(sizes, "num_mel_bins", "feature_projection_input_dim", "input_channels") or 80
         frames = 2 * (sizes.get("max_source_positions") or 32)
         width = _first(sizes, "input_feat_per_channel", "feature_projection_input_dim") or bins
-        # spectrograms with the frames last, or 64 frames with the features last
+        # Spectrograms with the frames last, two for each position (the encoder's convolution halves
+        # them); or with the features last, for encoders that take any number of frames, such as 64.
         return [(2, bins, frames), (2, 64, width)]
     return []
 
