@@ -77,7 +77,7 @@ def rank_pool(size: int = 4) -> RankPool:
         >>> rank_pool(2).run(dist.get_rank)
         [0, 1]
     """
-    require(size, int, "a pool has a number of ranks")
+    require(size, int, "rank_pool: size must be a number of ranks")
     return kept_pool(size, backend=None, show_output=False)
 
 
@@ -85,8 +85,9 @@ def on_ranks(size: int = 4, *, timeout: float | None = 60.0) -> Callable[[F], F]
     """Run the decorated test on each of `size` ranks of the pool instead of in this process.
 
     A failure on any rank fails the test with every rank's traceback. Arguments (of `parametrize`,
-    of fixtures) are sent by value. In a class, the body gets an instance with the attributes of
-    this process's instance. Random numbers start from `torch.manual_seed(0)`.
+    of fixtures) are sent by value. A method of a test class gets an instance that has those
+    attributes of this process's instance that can be pickled. Random numbers start from
+    `torch.manual_seed(0)`.
 
     Args:
         size: number of ranks.
@@ -106,9 +107,11 @@ def on_ranks(size: int = 4, *, timeout: float | None = 60.0) -> Callable[[F], F]
         ...     assert all_reduce(torch.ones(()), (all_ranks(), 0)).item() == 2
         >>> test_sum()
     """
-    require(size, int, "on_ranks takes a number of ranks, as in @on_ranks(4)")
-    require(timeout, int | float | None, "a timeout is a number of seconds, or None")
-    if size < 1 or (timeout is not None and not timeout > 0):
+    require(size, int, "on_ranks: size must be a number of ranks, as in @on_ranks(4)")
+    require(timeout, int | float | None, "on_ranks: timeout must be a number of seconds, or None")
+    # nan is not a timeout: `nan > 0` is false
+    is_timeout = timeout is None or timeout > 0
+    if size < 1 or not is_timeout:
         raise MeshError(
             f"on_ranks takes a positive number of ranks and of seconds, got {size} and {timeout}"
         )
@@ -117,15 +120,16 @@ def on_ranks(size: int = 4, *, timeout: float | None = 60.0) -> Callable[[F], F]
         @wraps(body)
         def run(*args: Any, **kwargs: Any) -> None:
             state = None
-            # `TestSums.test_mean` is a method; `test_sums.<locals>.test_mean`, a function that
-            # another function defines, is not.
+            # The qualified name of a method is `TestSums.test_mean`. A function that is defined in
+            # the function `test_sums` has a dot in its name too: `test_sums.<locals>.test_mean`.
             is_method = "." in body.__qualname__ and "<locals>" not in body.__qualname__
             if is_method and args:
                 instance, *rest = args
                 state = _attributes(instance)
                 args = tuple(rest)
-            # The ranks import the test by its name, find this wrapper, and call its
-            # `__shoal_body__`, so they do not come here again.
+            # Each rank imports the test by its name, and so finds this wrapper. The rank calls the
+            # attribute `__shoal_body__` (`local_ranks.worker`): to call the wrapper would start
+            # ranks again.
             rank_pool(size)._run_on_ranks(run, args, kwargs, state=state, timeout=timeout)
 
         run.__shoal_body__ = body  # type: ignore[attr-defined]  # what the ranks call
@@ -163,7 +167,7 @@ def fake_world(size: int, rank: int = 0) -> Iterator[dist.ProcessGroup]:
         ...     init_device_mesh("cpu", (2, 2)).get_coordinate()
         (1, 1)
     """
-    require_each((size, rank), int, "fake_world takes a number of ranks and a rank")
+    require_each((size, rank), int, "fake_world: size and rank must be integers")
     if not 0 <= rank < size:
         raise MeshError(f"fake_world of {size} ranks does not have a rank {rank}")
     if _torch.default_group() is not None:
@@ -178,7 +182,11 @@ def fake_world(size: int, rank: int = 0) -> Iterator[dist.ProcessGroup]:
 
 @cache
 def all_ranks() -> DeviceMesh:
-    """Return a mesh of all ranks on one axis, the same mesh in every call."""
+    """Return a mesh of all ranks on one axis, the same mesh in every call.
+
+    It serves on the ranks of a pool, which keep one default process group as long as they live. In
+    a process that destroys its group and opens another one, create a mesh with `init_device_mesh`.
+    """
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
@@ -202,7 +210,7 @@ def skip_unless_gpus(count: int = 1) -> Callable[[Any], Any]:
     Raises:
         MeshTypeError: the count is not an integer.
     """
-    require(count, int, "skip_unless_gpus takes a number of GPUs")
+    require(count, int, "skip_unless_gpus: count must be a number of GPUs")
     available = device_count()
     return unittest.skipUnless(available >= count, f"needs {count} GPU(s), found {available}")
 
@@ -243,12 +251,14 @@ def counts(mode: CommDebugMode) -> dict[str, int]:
         >>> counts(mode)
         {'all_gather': 1}
     """
-    require(mode, CommDebugMode, "counts reads a CommDebugMode")
+    require(mode, CommDebugMode, "counts: mode must be a CommDebugMode")
     counts_by_name = {}
     for packet, count in mode.get_comm_counts().items():
         if not count:
             continue
-        # `_c10d_functional.all_gather_into_tensor`: all_gather
+        # `_c10d_functional.all_gather_into_tensor` becomes `all_gather`,
+        # `_c10d_functional.reduce_scatter_tensor` becomes `reduce_scatter`, and
+        # `_c10d_functional.all_to_all_single` becomes `all_to_all`.
         name = str(packet).rpartition(".")[2]
         name = name.removesuffix("_single").removesuffix("_tensor").removesuffix("_into")
         counts_by_name[name] = count
@@ -266,7 +276,7 @@ def skip_unless_backend(name: str) -> Callable[[Any], Any]:
     Raises:
         MeshTypeError: the name is not a string.
     """
-    require(name, str, "a backend is named by a string, such as 'gloo'")
+    require(name, str, "skip_unless_backend: name must be a string, such as 'gloo'")
     return unittest.skipUnless(
         dist.is_backend_available(name),
         f"the backend {name!r} is not available in this build of torch",
@@ -288,8 +298,7 @@ def with_comms(body: F) -> F:
     Raises:
         MeshTypeError: `body` is not callable.
     """
-    allowed = "with_comms decorates a function"
-    require(body, FUNCTION, allowed)
+    require(body, FUNCTION, "with_comms: body must be a function")
 
     @wraps(body)
     def run(*args: Any, **kwargs: Any) -> Any:

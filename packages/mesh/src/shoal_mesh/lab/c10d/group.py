@@ -1,4 +1,8 @@
-"""`LabGroup`: a process group whose collectives are calls to the scheduler of a lab."""
+"""`LabGroup`: a process group whose collectives are calls to the scheduler of a lab.
+
+A lab runs all ranks of a program on one machine. Each rank posts its calls to the scheduler of the
+lab. The scheduler computes the values of a collective when all members have posted it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,8 @@ class LabGroup(PythonGroup):  # type: ignore[misc]  # its type is Any
     Args:
         link: the link of the rank.
         key: the identity of the group.
-        timeout: the timeout that the program set, which no call of a lab needs.
+        timeout: the timeout that the program set. It is only kept for programs that read it: no
+            call times out, because the scheduler raises a DeadlockError at once.
     """
 
     # c10d reads these from the result of `_get_backend`, which is the group itself
@@ -122,14 +127,20 @@ class LabGroup(PythonGroup):  # type: ignore[misc]  # its type is Any
         tensors = _list_of(tensors)
         is_receiver = root is None or root == self._member
         outputs = tensors if is_receiver else ()
-        return self._start(kind, (tensors, outputs), tensors, op=op, root=root)
+        return self._start(kind, inputs=tensors, outputs=outputs, result=tensors, op=op, root=root)
 
     def reduce_scatter(
         self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None
     ) -> LabWork:
-        """Reduce block i of each list over the group, on member i."""
+        """Reduce lists of one block per member; each member gets the block of its own index.
+
+        `inputs[t][i]` is this member's addend for member i, and `outputs[t]` gets the reduction of
+        `inputs[t][this member]` over the group.
+        """
         blocks = [block for blocks_of_tensor in inputs for block in blocks_of_tensor]
-        return self._start("reduce_scatter", (blocks, outputs), outputs, op=_op_of(opts))
+        return self._start(
+            "reduce_scatter", inputs=blocks, outputs=outputs, result=outputs, op=_op_of(opts)
+        )
 
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
@@ -153,26 +164,33 @@ class LabGroup(PythonGroup):  # type: ignore[misc]  # its type is Any
         root = _root_of(opts)
         inputs = tensors if root == self._member else ()
         outputs = () if root == self._member else tensors
-        return self._start("broadcast", (inputs, outputs), tensors, root=root)
+        return self._start("broadcast", inputs=inputs, outputs=outputs, result=tensors, root=root)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> LabWork:
-        """Copy each tensor of each member to all members."""
+        """Copy each tensor of each member to all members.
+
+        `outputs[t][i]` gets tensor t of member i.
+        """
         flat = [output for outputs_of_tensor in outputs for output in outputs_of_tensor]
-        return self._start("all_gather", (inputs, flat), flat)
+        return self._start("all_gather", inputs=inputs, outputs=flat, result=flat)
 
     def allgather_coalesced(
         self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
     ) -> LabWork:
-        """Copy lists of tensors; `outputs` has a list for each member."""
-        return self.allgather(list(zip(*outputs, strict=True)), inputs)
+        """Copy each tensor of each member to all members.
+
+        `outputs[i][t]` gets tensor t of member i: the indices of `allgather` in the other order.
+        """
+        outputs_by_tensor = list(zip(*outputs, strict=True))
+        return self.allgather(outputs_by_tensor, inputs)
 
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> LabWork:
         """Copy each tensor of each member to equal blocks of an output."""
-        work = self.allgather([self._blocks(output) for output in outputs], inputs)
-        work._result = list(outputs)
-        return work
+        blocks = [block for output in outputs for block in self._blocks(output)]
+        # The blocks are views of the outputs. A work returns the outputs themselves, as c10d does.
+        return self._start("all_gather", inputs=inputs, outputs=blocks, result=outputs)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -185,16 +203,18 @@ class LabGroup(PythonGroup):  # type: ignore[misc]  # its type is Any
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> LabWork:
         """Copy a tensor of each member to the root."""
         flat = [output for outputs_of_tensor in outputs for output in outputs_of_tensor]
-        return self._start("gather", (inputs, flat), flat, root=_root_of(opts))
+        return self._start("gather", inputs=inputs, outputs=flat, result=flat, root=_root_of(opts))
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> LabWork:
         """Copy tensor i of the root to member i."""
         flat = [tensor for tensors in inputs for tensor in tensors]
-        return self._start("scatter", (flat, outputs), outputs, root=_root_of(opts))
+        return self._start(
+            "scatter", inputs=flat, outputs=outputs, result=outputs, root=_root_of(opts)
+        )
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> LabWork:
         """Copy tensor i of each member to member i."""
-        return self._start("all_to_all", (inputs, outputs), outputs)
+        return self._start("all_to_all", inputs=inputs, outputs=outputs, result=outputs)
 
     def all_to_all_single(
         self,
@@ -204,21 +224,32 @@ class LabGroup(PythonGroup):  # type: ignore[misc]  # its type is Any
         sent: Sequence[int],
         opts: Any = None,
     ) -> LabWork:
-        """Copy block i of each member's tensor to member i; sizes are rows, equal if empty."""
-        work = self.alltoall(self._rows(output, received), self._rows(tensor, sent))
-        work._result = [output]
-        return work
+        """Copy block i of each member's tensor to member i.
+
+        `received` and `sent` have the numbers of rows of the blocks, one for each member. An empty
+        list means blocks of equal size.
+        """
+        # The blocks are views of the output. A work returns the output itself, as c10d does.
+        return self._start(
+            "all_to_all",
+            inputs=self._rows(tensor, sent),
+            outputs=self._rows(output, received),
+            result=[output],
+        )
 
     alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None) -> LabWork:
         """Wait for all members."""
-        return self._start("barrier", ((), ()), ())
+        return self._start("barrier", inputs=(), outputs=(), result=())
 
     def monitored_barrier(
         self, timeout: dt.timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Wait for all members; if one is missing, the error of the deadlock names it."""
+        """Wait for all members.
+
+        If a member never comes, the scheduler raises a DeadlockError that names it.
+        """
         self.barrier().wait()
 
     # --- messages ------------------------------------------------------------------------------
@@ -242,17 +273,27 @@ class LabGroup(PythonGroup):  # type: ignore[misc]  # its type is Any
     def _start(
         self,
         kind: str,
-        tensors: tuple[Tensors, Tensors],
-        result: Tensors,
         *,
+        inputs: Tensors,
+        outputs: Tensors,
+        result: Tensors,
         op: tuple[str, Any] = ("", None),
         root: int | None = None,
     ) -> LabWork:
-        """Post a collective with (inputs, outputs)."""
-        inputs, outputs = tensors
+        """Post a collective.
+
+        Args:
+            kind: the name of the collective.
+            inputs: the tensors that this member sends.
+            outputs: the tensors that are written on this member.
+            result: the tensors that the work returns.
+            op: the name of the reduction, and the factor of a `premul_sum`.
+            root: the index of the root, for a collective that has one.
+        """
+        name_of_reduction, factor = op
         call = self._call(kind, inputs, outputs, root=root)
-        call.op = op[0]
-        call.factor = op[1]
+        call.op = name_of_reduction
+        call.factor = factor
         call.number = self._link.count_start(self.key)
         return self._post(call, inputs, outputs, result=result)
 
@@ -279,8 +320,9 @@ class LabGroup(PythonGroup):  # type: ignore[misc]  # its type is Any
         count, rest = divmod(tensor.numel(), members)
         if rest or not tensor.is_contiguous():
             raise CollectiveError(
-                f"{members} ranks share a contiguous tensor with a multiple of {members} elements, "
-                f"got {tuple(tensor.shape)} with strides {tensor.stride()}"
+                f"a tensor with one block for each of {members} ranks must be contiguous, and its "
+                f"number of elements must be a multiple of {members}; got the shape "
+                f"{tuple(tensor.shape)} with strides {tensor.stride()}"
             )
         return list(tensor.detach().view(-1).split_with_sizes([count] * members))
 
@@ -292,19 +334,23 @@ class LabGroup(PythonGroup):  # type: ignore[misc]  # its type is Any
             sizes = [rows // members] * members
         if len(sizes) != members or sum(sizes) != rows:
             raise CollectiveError(
-                f"{members} ranks exchange rows that add up, got the sizes {list(sizes)} for "
-                f"{rows} rows"
+                f"the sizes of the blocks for {members} ranks must be {members} numbers that add "
+                f"up to the {rows} rows of the tensor, got {list(sizes)}"
             )
         return list(tensor.detach().split_with_sizes(list(sizes)))
 
 
 def _op_of(opts: Any) -> tuple[str, Any]:
-    """Return the name and the factor of a reduction, given itself or in options; default: a sum."""
+    """Return the name of a reduction and the factor of a `premul_sum`.
+
+    Args:
+        opts: c10d's options of a collective, or only the reduction; None for a sum.
+    """
     return ("sum", None) if opts is None else name_of_op(getattr(opts, "reduceOp", opts))
 
 
 def _root_of(opts: Any) -> int:
-    """Return the index of a root, given itself or in options."""
+    """Return the index of a root from c10d's options of a collective, or from the index alone."""
     root: int = getattr(opts, "rootRank", opts)
     return root
 
