@@ -1,9 +1,9 @@
 """Notes on errors that a forward raises because modules return plain local shards.
 
-The caller of such a module may count all features or heads, as on one device. It then fails in an
-operator whose error does not mention shards. A note on the error names the modules that return only
-this rank's part. A hook of the root module adds the note when the forward ends with an error; after
-a forward without an error, the hook returns at once.
+The caller of such a module may assume the sizes of one device: all features, or all heads. It then
+fails in an operator whose error does not mention shards. A note on the error names the modules that
+return only this rank's part. A hook of the root module adds the note when the forward ends with an
+error; after a forward without an error, the hook returns at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from shoal_dtensor import DTensor, Shard
 from ..apply.apply import shardings_of
 
 _NOTE = "The model is parallel:"
-_MOST_MODULES = 4
+# The number of modules that a note lists at most.
+_MAX_LISTED_MODULES = 4
 # Errors that operators raise for fewer elements than the calling code expects.
 _ERRORS_OF_SIZES = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
 
@@ -28,10 +29,12 @@ _ERRORS_OF_SIZES = (RuntimeError, ValueError, TypeError, IndexError, AssertionEr
 def explain_local_shards(module: nn.Module, args: Any, output: Any) -> None:
     """Add a note on the likely cause to an error that a forward raised.
 
-    This is a hook that runs at the end of a forward, also after an error, without an output.
+    This is a hook of `hook_end_of_forward`: torch also calls it while it handles an error of the
+    forward, with None for the output.
     """
     if output is not None:
         return
+    # It is None if the forward has returned None without an error.
     error = sys.exc_info()[1]
     if isinstance(error, _ERRORS_OF_SIZES) and not _is_explained(error):
         _add_note(error)
@@ -53,14 +56,15 @@ def _add_note(error: BaseException) -> None:
             continue
         descriptions = [*_modules_with_local_outputs(owner)]
         if descriptions:
-            listed = "\n".join(descriptions[:_MOST_MODULES])
+            listed = "\n".join(descriptions[:_MAX_LISTED_MODULES])
             error.add_note(
                 f"{_NOTE} modules of {type(owner).__name__} return only this rank's part of their "
                 "output, but the code that reads it may count the features or heads of one "
-                f"device:\n{listed}\nTake sizes from tensors, as x.unflatten(-1, (-1, head_dim)) "
-                "does; shard a fused projection by PackedColwiseParallel and complete heads by "
-                ".heads(count, size); or gather the output, output_layouts=Replicate(). A cache "
-                "that was made before the model was parallelized has all heads."
+                f"device:\n{listed}\nTo mend it, take sizes from tensors, as "
+                "x.unflatten(-1, (-1, head_dim)) does. For a fused projection, use "
+                "PackedColwiseParallel. If a rank must have whole heads, call .heads(count, size) "
+                "of the style. Or gather the output with output_layouts=Replicate(). A cache that "
+                "was made before the model was parallelized has all heads."
             )
             return
 
@@ -71,6 +75,7 @@ def _modules_with_local_outputs(owner: nn.Module) -> Iterator[str]:
         if not path:
             continue
         for sharding, mesh in shardings_of(module):
+            # the layout in which the output leaves the module
             layout = sharding.output_port().desired
             if sharding.local_outputs and isinstance(layout, Shard) and mesh.size() > 1:
                 shapes = [*_shapes_of_first_sharded(module), f"output {layout}"]
