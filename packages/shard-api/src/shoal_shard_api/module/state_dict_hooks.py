@@ -1,6 +1,7 @@
-"""Hooks that save ShardedTensors in plain attributes of modules to state dicts, and load them.
+"""Hooks of state dicts for ShardedTensors that are plain attributes of modules.
 
-Parameters and buffers need no hook.
+One hook adds these attributes to a state dict, the other sets them from a state dict. Parameters
+and buffers need no hook.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def state_dict_hook(
         >>> list(module.state_dict())
         ['table']
     """
-    require(module, nn.Module, "state_dict_hook: module is an nn.Module", ArgumentTypeError)
+    require(module, nn.Module, "state_dict_hook: module must be an nn.Module", ArgumentTypeError)
     for attribute in _attributes(module, prefix):
         if isinstance(attribute.value, ShardedTensor):
             destination[attribute.key] = attribute.value
@@ -85,27 +86,29 @@ def pre_load_state_dict_hook(  # noqa: PLR0913  # torch's signature for such a h
     Example:
         >>> module = torch.nn.Module()
         >>> module.table = zeros(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), 4)
-        >>> _ = module._register_load_state_dict_pre_hook(pre_load_state_dict_hook, True)
+        >>> _ = module._register_load_state_dict_pre_hook(pre_load_state_dict_hook, with_module=True)
         >>> loaded = ones(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), 4)
         >>> module.load_state_dict({"table": loaded})
         <All keys matched successfully>
         >>> module.table.sum()
         tensor(4.)
     """
-    require(
-        module, nn.Module, "pre_load_state_dict_hook: module is an nn.Module", ArgumentTypeError
-    )
+    allowed = "pre_load_state_dict_hook: module must be an nn.Module"
+    require(module, nn.Module, allowed, ArgumentTypeError)
     for key, owner, name, present in _attributes(module, prefix):
-        value = state_dict.get(key)
         is_sharded = isinstance(present, ShardedTensor)
+        if strict and is_sharded and key not in state_dict:
+            missing_keys.append(key)
+        value = state_dict.get(key)
+        # A value of another type stays in the dict, so a strict load reports it as unexpected.
         if not isinstance(value, ShardedTensor):
-            if strict and is_sharded and key not in state_dict:
-                missing_keys.append(key)
             continue
         if is_sharded and present.size() != value.size():
             size = tuple(value.size())
             present_size = tuple(present.size())
             error_msgs.append(f"size mismatch for {key}: {size} given, {present_size} present")
             continue
+        # As in torch, the value also replaces an attribute of another type, such as a None in the
+        # place of the tensor.
         setattr(owner, name, value)
         del state_dict[key]
