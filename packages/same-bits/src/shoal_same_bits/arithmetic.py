@@ -1,9 +1,9 @@
 r"""`invariant_arithmetic`: the mode in which a model computes the same bits on any number of ranks.
 
 A dim that ranks may share is divided into a fixed number of blocks, and the sums of the blocks are
-added in one fixed binary tree. With 8 blocks on 4 ranks, rank 0 computes blocks 0 and 1, each by a
-kernel that sees the same shape on any mesh, and adds the two. The ranks add their sums in the upper
-part of the same tree (`shoal_mesh.sums_in_tree`):
+added in one fixed binary tree. With 8 blocks on 4 ranks, rank 0 computes blocks 0 and 1, and adds
+their sums. Each block is computed by a kernel of its own, so the kernel sees the same shape on any
+mesh. The ranks add their results in the upper part of the same tree (`shoal_mesh.sums_in_tree`):
 
     blocks      0   1   2   3   4   5   6   7
                  \ /     \ /     \ /     \ /
@@ -68,7 +68,8 @@ _FORMS: dict[type[Lowered], type[Lowered]] = {
     RowEmbedding: InvariantRowEmbedding,
     Tokenwise: InvariantTokenwise,
 }
-# Lowerings that add nothing up themselves, so they need no other form.
+# Lowerings without arithmetic of their own: redistribution around a module, and dropout. They need
+# no other form, unless they shard parameters (`form_of`).
 _UNCHANGED = (DTensorForward, SequenceDropout)
 # class of a module that no style shards -> its invariant form
 _WHOLE: dict[type[nn.Module], type[Lowered]] = {
@@ -93,6 +94,7 @@ class InvariantArithmetic(BlockArithmetic):
         form = _FORMS.get(lowering)
         if form is not None:
             return form
+        # With a style that distributes parameters, the module itself computes on their shards.
         has_parameters = next(module.parameters(), None) is not None
         shards_parameters = sharding.distributes and has_parameters
         if lowering in _UNCHANGED and not shards_parameters:
@@ -108,14 +110,15 @@ class InvariantArithmetic(BlockArithmetic):
         """Give invariant forms to the modules without a style, and check the sums over data ranks.
 
         Args:
-            mesh: the mesh of the plan.
+            mesh: the mesh of the plan; with `over_data`, the mesh of the data ranks.
             module: the model.
             over_data: the dtype of the computation (None for the dtype of the parameters) and the
                 dtype of the reduction over data ranks (None for the dtype of the computation).
                 Without data parallelism, `over_data` itself is None.
         """
         self._check_devices(module)
-        # A lowering acts on a mesh of one axis. The forms below shard nothing, so any axis serves.
+        # A lowering takes a mesh of one axis, over which it shards. The forms below shard nothing,
+        # so any axis serves.
         axis = mesh[mesh.axis_names[0]]
         for path, owner in module.named_modules():
             lowered = lowered_of(owner)
@@ -125,24 +128,33 @@ class InvariantArithmetic(BlockArithmetic):
             form = _form_without_style(owner)
             if form is None:
                 raise _without_form(f"module {path!r} ({type(owner).__name__})")
-            # The output is computed replicated, and leaves the module replicated. COMPLETION marks
-            # a form that a style replaces if the style is applied later.
+            # The output is computed replicated, and leaves the module replicated. The name
+            # COMPLETION in the place of a style marks this form: a style that is applied to the
+            # module later replaces it.
             replicated = Port(Replicate(), Replicate())
             sharding = ModuleSharding(
                 COMPLETION, outputs=(replicated,), lowering=form, distributes=False
             )
             completed = form(owner, sharding, axis)
+            # Here `lowered` is None or an empty boundary. The boundary stays, and redistributes
+            # around the form.
             if isinstance(lowered, DTensorForward):
                 lowered.inner = completed
             else:
                 set_forward(owner, completed)
         if over_data is not None:
             _check_reduction(module, *over_data)
+            # Here `mesh` is that of the data ranks. One data rank sums nothing over ranks.
             if mesh.size() > 1:
                 refuse_tied(module)
 
     def _check_devices(self, module: nn.Module) -> None:
-        """Check the operators of every device and dtype of the parameters."""
+        """Check the operators of every device and dtype of the parameters.
+
+        Raises:
+            VariantArithmeticError: if an operator gives other bits for other numbers of ranks.
+        """
+        # Kernels depend on the number of threads, so each number has a check of its own.
         threads = torch.get_num_threads()
         kinds = set()
         for param in module.parameters():

@@ -1,4 +1,6 @@
-"""`attention_in_rows`: attention in which a query's bits depend on no other query and no later key.
+"""`attention_in_rows`: attention whose output for a query depends on no other query or later key.
+
+The bits of this output are the same for every number of other queries and of later keys.
 
 Every kernel sees one sample, `rows` queries and `KEYS` keys, however long the sequence is. Missing
 queries and keys are padded, and padded keys are masked.
@@ -23,8 +25,9 @@ from shoal_context_parallel import UnsupportedAttentionError
 from shoal_dtensor import DTensor
 from shoal_dtensor.internal import unwatched_functions
 
-# The number of keys in a block. Kernels may compute other bits for memory with another alignment.
-# The matrices of the heads in a block (H, 64, D) begin at multiples of 64 bytes, for any D.
+# The number of keys in a block. The result of a kernel may depend on the alignment of its operands
+# in memory. With 64 keys, the matrix of each head in a block (H, 64, D) begins at a multiple of 64
+# bytes for any D, so the alignment is the same for all blocks and heads.
 KEYS = 64
 
 
@@ -65,8 +68,8 @@ def attention_in_rows(  # noqa: PLR0913  # the signature of scaled_dot_product_a
         raise UnsupportedAttentionError(
             f"invariant_arithmetic(rows={rows}): attention by rows supports only plain tensors of "
             f"this rank's heads, and no dropout; got dropout_p={dropout_p} and "
-            f"{type(query).__name__}. Leave out rows to train, and use use_local_output=True in "
-            "the plan"
+            f"{type(query).__name__}. To train with dropout, call invariant_arithmetic without "
+            "rows. To get plain tensors, use use_local_output=True in the plan"
         )
     if enable_gqa:
         # Example: with 8 query heads and 2 key heads, each key head serves 4 query heads.
@@ -80,11 +83,15 @@ def attention_in_rows(  # noqa: PLR0913  # the signature of scaled_dot_product_a
     factor = features**-0.5 if scale is None else scale
     query_count = query.shape[-2]
     key_count = key.shape[-2]
-    # Without this block, modes that replace functions of torch (such as the one that calls this
-    # function) would see the functions below too.
+    # `invariant_arithmetic` calls this function from a mode that replaces functions of torch. In
+    # this block, neither this mode nor another one sees the functions that are called below.
     with unwatched_functions():
         mask = _additive_mask(query, key_count, attn_mask, is_causal=is_causal)
-        operands = [_by_sample(x) for x in (query * factor, key, value, mask)]
+        # The queries are scaled in their own dtype, before `_by_sample` converts half types.
+        scaled_query = query * factor
+        # All have the samples along dim 0 and the heads along dim 1. The mask (B, H or 1, Q, K) has
+        # keys in the place of features.
+        operands = [_by_sample(x) for x in (scaled_query, key, value, mask)]
         samples = [_attend_sample(rows, *sample) for sample in zip(*operands, strict=True)]
         # The stack has shape (B, H, padded Q, V).
         out = torch.stack(samples)[:, :, :query_count]
@@ -107,8 +114,8 @@ def _additive_mask(
 ) -> Tensor:
     """Return the mask as a summand of the scores, of shape (B, ..., Q, K).
 
-    It has -inf where a query does not see a key. A dim of heads in which `attn_mask` has the size 1,
-    or which it lacks, has the size 1 in the result.
+    It has -inf where a query does not see a key. The dims of samples, queries and keys have full
+    size. A dim of heads has the size that it has in `attn_mask`, or 1 if `attn_mask` lacks it.
     """
     queries = query.shape[-2]
     dtype = _compute_dtype(query.dtype)
@@ -163,7 +170,10 @@ def _padded_blocks(x: Tensor, size: int) -> list[Tensor]:
 
 
 def _count_missing(length: int, size: int) -> int:
-    """Return how many elements a length lacks to a multiple of `size`: 3 for 5 and 4."""
+    """Return how many elements to append to a length, up to the next multiple of `size`.
+
+    Example: a length of 5 needs 3 more for the multiple 8 of the size 4.
+    """
     return -length % size
 
 
