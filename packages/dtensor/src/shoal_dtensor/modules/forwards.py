@@ -179,6 +179,8 @@ def _call_with_signature(cls: type[ModuleForward], forward: Any) -> FunctionType
 
 # --- the mode of arithmetic -----------------------------------------------------------------------
 
+# The dtype of the computation (None: that of the parameters), and the dtype of the reduction over
+# data ranks (None: that of the computation).
 DataDtypes = tuple[torch.dtype | None, torch.dtype | None]
 """The dtypes of gradients: (computed in, summed over data ranks in); None for the parameter's."""
 
@@ -199,7 +201,13 @@ class Arithmetic(Protocol):
         """
 
     def complete(self, mesh: DeviceMesh, module: nn.Module, over_data: DataDtypes | None) -> None:
-        """Give the modules of a tree that no style shards the forwards that they need."""
+        """Give the modules of a tree that no style shards the forwards that they need.
+
+        Args:
+            mesh: the mesh of the plan; with `over_data`, the mesh of the data ranks.
+            module: the root of the tree.
+            over_data: the dtypes of gradients that are summed over `mesh`; None if none are.
+        """
 
 
 _current: ScopedValue[Arithmetic | None] = ScopedValue("shoal_dtensor_arithmetic", None)

@@ -1,7 +1,17 @@
 """Types that autograd functions declare: the registries, and the functions of shoal_mesh.
 
-A checker sees an autograd function as one operation: its backward is code of its own, so the
-operators of its forward do not determine the types of its results.
+A type states how the values of the ranks along a mesh axis are related (`types.axis_types`):
+
+    R         replicated: equal values, whose gradients are addends of a sum
+    I         invariant: equal values with equal gradients
+    P         partial: addends of a sum
+    V         varying: the values may differ
+    Shard(i)  varying: shards of a global tensor along dim i
+
+The type checker (`checker`) derives the types of results from the operators that compute them. It
+cannot do so inside of an autograd function, whose backward is code of its own: it may be another
+function than the derivative of the operators in the forward. So the checker takes the types of the
+results from a declaration.
 """
 
 from __future__ import annotations
@@ -28,9 +38,13 @@ Declaration = Callable[[Any, tuple[Any, ...]], None]
 """Function that assigns types to the outputs of a function: (outputs, arguments of `apply`)."""
 
 _DECLARATIONS: WeakKeyDictionary[type, Declaration] = WeakKeyDictionary()
-# Functions that return the declaration that a class has as a method, or None.
+# Functions that look for a declaration in the methods of an autograd function's class; None if the
+# class has no such method.
 FINDERS: list[Callable[[type], Declaration | None]] = []
+# The autograd functions that each rank computes on its own; `checker` applies `declare_local`.
 LOCAL_FUNCTIONS: WeakSet[type] = WeakSet()
+# autograd function -> a function of operators that computes the same results; `checker` runs it too
+# and takes the types of its results
 DECOMPOSITIONS: WeakKeyDictionary[type, Callable[..., Any]] = WeakKeyDictionary()
 
 
@@ -58,7 +72,8 @@ def declaration_of(function: type) -> Declaration | None:
 def declare_local(outputs: Any, args: tuple[Any, ...]) -> None:
     """Give types to the outputs of a function that every rank computes on its own.
 
-    If all arguments are R, or all are I, so are the outputs. R and V arguments give V outputs.
+    On each axis, the outputs have the type of the arguments if all of these are R, all are I, or
+    all are V. Arguments of which some are R and some are V give V. Shards count as V.
 
     Raises:
         SpmdTypeError: if I is among other types, or an argument is P.
@@ -89,9 +104,10 @@ def _local_result(axis: MeshAxis, types: Iterable[TensorType]) -> AnyAxisType:
 
 def _declare_linear(outputs: Any, args: tuple[Any, ...]) -> None:
     """Give the result of a collective of `shoal_mesh.differentiable` its type."""
-    tensor = args[0]
-    comm = args[1]
-    found = adjoint_types(args[2], args[3])
+    # the tensor, its communicator, the collective, and the collective of the gradient
+    tensor, comm, run, adjoint = args[:4]
+    # the types of the argument and of the result, or None for a collective without types
+    found = adjoint_types(run, adjoint)
     if type_of(tensor) is None:
         return
     if found is None:
@@ -111,8 +127,9 @@ def type_of_local(spec: Spec, grads: Sequence[Placement] | None) -> TensorType:
 
     Args:
         spec: the layout of the DTensor.
-        grads: the placements of the gradient; None for the placements of the DTensor itself. They
-            select R or I for a replicated tensor.
+        grads: the placements of the gradient; None for the placements of the DTensor itself. On an
+            axis on which the DTensor is replicated, the type is R if the gradient is Partial, and I
+            otherwise.
     """
     by_axis: dict[MeshAxis, AnyAxisType] = {}
     listed = (None,) * spec.mesh.ndim if grads is None else tuple(grads)
@@ -120,8 +137,13 @@ def type_of_local(spec: Spec, grads: Sequence[Placement] | None) -> TensorType:
         axis_type = type_of_placement(placement)
         if axis_type is R and not isinstance(grad, Partial):
             axis_type = I
-        if axis.size() > 1:
-            by_axis[axis] = V if axis_type is None or not spec.even else axis_type
+        if axis.size() == 1:
+            continue
+        # V claims nothing. It is the type of placements that no other type describes (None), and of
+        # layouts with uneven shards: the other types are those of even layouts.
+        if axis_type is None or not spec.even:
+            axis_type = V
+        by_axis[axis] = axis_type
     return TensorType(by_axis, _order_of(spec))
 
 
@@ -131,7 +153,10 @@ def _declare_to_local(outputs: Any, args: tuple[Any, ...]) -> None:
 
 
 def _order_of(spec: Spec) -> DimOrder:
-    """Return, for each dim that several axes shard evenly, these axes from the outermost."""
+    """Return the order of the mesh axes on each dim that several axes shard evenly.
+
+    Example: if the axes dp and tp shard dim 0, dp first, the order is ((0, (dp, tp)),).
+    """
     axes = axes_of(spec.mesh)
     order: list[tuple[int, tuple[MeshAxis, ...]]] = []
     for dim, sharding in spec.shard_order:
@@ -150,7 +175,8 @@ def _declare_from_local(outputs: Any, args: tuple[Any, ...]) -> None:
     for axis, placement in zip(axes_of(spec.mesh), spec.placements, strict=True):
         axis_type = type_of_placement(placement)
         if axis_type is not None:
-            # the gradient of a replicated DTensor arrives complete
+            # A replicated DTensor passes the complete gradient to every rank, so its local tensor
+            # must be I (equal gradients), not R (addends of the gradient).
             check_source(local, axis, I if axis_type is R else axis_type, "DTensor.from_local")
 
 
