@@ -108,6 +108,24 @@ def test_functions_declare_their_types() -> None:
         spmd.register_autograd_function(Undeclared)
 
 
+def test_operands_of_local_functions_have_types_on_the_same_axes() -> None:
+    """Before, an operand without a type on one axis made the checker raise a KeyError."""
+
+    class Sum(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+            return x + y
+
+    spmd.register_local_autograd_function(Sum)
+    mesh = abstract_mesh((2, 2), ("dp", "tp"))
+    with spmd.set_current_mesh(mesh), spmd.typecheck(local=False):
+        x = spmd.assert_type(torch.ones(4), {"dp": R, "tp": R})
+        with spmd.set_current_mesh(mesh["dp"]):
+            y = spmd.assert_type(torch.ones(4), {"dp": R})
+        with pytest.raises(SpmdTypeError, match=r"type \{dp: R\} of an operand lacks the axis tp"):
+            apply(Sum, x, y)
+
+
 def test_collectives_of_shoal_mesh_have_types() -> None:
     def program(mesh: DeviceMesh) -> list[Any]:
         comm = mesh.comm("tp")

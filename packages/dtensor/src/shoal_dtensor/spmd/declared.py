@@ -76,7 +76,8 @@ def declare_local(outputs: Any, args: tuple[Any, ...]) -> None:
     all are V. Arguments of which some are R and some are V give V. Shards count as V.
 
     Raises:
-        SpmdTypeError: if I is among other types, or an argument is P.
+        SpmdTypeError: if I is among other types, if an argument is P, or if the type of an argument
+            lacks an axis on which another argument has a type.
     """
     found = [type_of(tensor) for tensor in tensors_in(args)]
     types = [tensor_type for tensor_type in found if tensor_type is not None]
@@ -90,7 +91,16 @@ def declare_local(outputs: Any, args: tuple[Any, ...]) -> None:
 
 def _local_result(axis: MeshAxis, types: Iterable[TensorType]) -> AnyAxisType:
     """Return the type of the outputs on an axis, as `declare_local` describes it."""
-    kinds = {local_type(tensor_type.by_axis[axis]) for tensor_type in types}
+    kinds = set()
+    for tensor_type in types:
+        axis_type = tensor_type.by_axis.get(axis)
+        if axis_type is None:
+            raise SpmdTypeError(
+                f"{user_line()}: the operands of a local autograd function must have types on the "
+                f"same axes, but the type {tensor_type!r} of an operand lacks the axis {axis!r} of "
+                "another operand; assert its type on this axis"
+            )
+        kinds.add(local_type(axis_type))
     if kinds in ({R}, {I}, {V}):
         return kinds.pop()
     if kinds == {R, V}:
