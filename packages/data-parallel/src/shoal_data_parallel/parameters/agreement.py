@@ -31,8 +31,9 @@ def check_same_parameters(
 ) -> None:
     """Raise LockstepError unless all data-parallel ranks have the same parameters.
 
-    The error names the first parameter that differs. The check takes one all-gather of 16 bytes; if
-    ranks differ, another all-gather sends the descriptions. A parameter that is frozen on one rank
+    The error names the first parameter that differs. The check takes one all-gather of 16 bytes: a
+    digest of the descriptions and their length, 8 bytes each. If ranks differ, another all-gather
+    sends the descriptions. A parameter that is frozen on one rank
     and trained on another also differs, because only the second rank would reduce its gradient.
     Nothing is checked on one rank. With a fake backend, under a FakeTensorMode or while the call is
     traced nothing is checked either, because no values arrive from other ranks.
@@ -50,8 +51,11 @@ def check_same_parameters(
     text = "\n".join(rows).encode()
     digest = hashlib.blake2b(text, digest_size=8).digest()
     device = axes.mesh.device_type
-    facts = [[int.from_bytes(digest, "little", signed=True), len(text)]]
-    gathered = all_gather(torch.tensor(facts, device=device), comm).tolist()
+    # int64 is signed
+    digest_as_int64 = int.from_bytes(digest, "little", signed=True)
+    # One row (1, 2) from each rank: the all-gather joins them along dim 0 to (ranks, 2).
+    fingerprint = torch.tensor([[digest_as_int64, len(text)]], device=device)
+    gathered = all_gather(fingerprint, comm).tolist()
     if all(row == gathered[0] for row in gathered):
         return
     lengths = [length for _, length in gathered]
@@ -105,11 +109,12 @@ def _raise_first_difference(
 
 
 def check_initialized(function: str, names: Sequence[str]) -> None:
-    """Raise StyleError for parameters that have memory, but no values in it yet.
+    """Raise StyleError for parameters whose memory was allocated, but not initialized.
 
     Args:
         function: the name of the function that is called, for the error.
-        names: the parameters that the caller has found without values; empty if it found none.
+        names: the parameters that the caller has found without values (`has_no_values`); empty if
+            it found none.
     """
     if names:
         raise StyleError(
@@ -132,15 +137,18 @@ def check_values(
 
     Args:
         function: the name of the function that is called, for the error.
-        modules: the modules in which the error names parameters.
+        modules: the modules that contain the parameters. In the error, the name of a parameter is
+            its path from one of these modules.
         parameters: the parameters.
         were_on_meta: whether parameters were on the meta device when they were sharded.
     """
-    # All parameters are on one mesh.
+    # `gathered` is the layout of a parameter in the modules' computation. All parameters are on one
+    # mesh.
     if not parameters or parameters[0].gathered.mesh.device_type == "meta":
         return
     on_meta = [p for p in parameters if p.leaf.device.type == "meta"]
     if on_meta:
+        # This raises for these parameters, and so does `check_initialized` below.
         sites = [site for parameter in on_meta for site in parameter.sites]
         check_materialized(function, [*_names_of(sites, modules)])
     # Only parameters that were on the meta device can have memory without values (`to_empty()`).
