@@ -2,11 +2,13 @@
 
 An assignment states which region of a target gets the values of which region of a source. Example:
 a loader clones a stack of 128 experts, and copies each expert from the clone to a parameter of its
-own. The clone is defined once, by an assignment from the stack, and each copy is composed with this
-assignment.
+own. One assignment from the stack *defines* the clone: it states the origin of all its values. Each
+copy from the clone is an assignment too. It is composed with the definition, which gives an
+assignment from the stack to the parameter, without the clone.
 
-The alternative is a replay on labels (`replay`): the operators of the loader run on tensors that
-have the positions of elements as values. It would label all 128 experts for each of 128 copies.
+Copies that assignments cannot express are found by a replay on labels (`replay`): the operators of
+the loader run again, on tensors that have the positions of elements as values. In the example, a
+replay would run on all 128 experts again for each of the 128 copies.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class Copies(NamedTuple):
 
     Attributes:
         parts: the assignments.
-        dtypes: the dtypes of the tensors between the sources and the target.
+        dtypes: the dtypes of the tensors between the sources and the target, in each of which the
+            values may have been rounded.
     """
 
     parts: tuple[Assignment, ...]
@@ -63,9 +66,9 @@ class TargetView(NamedTuple):
 class Definitions:
     """The assignments that define the memories of a loader, from tensors of the checkpoint.
 
-    A memory has a definition if one operator has filled it by copying. The operator may have read a
-    memory that has a definition too, so `copy` and `_definition_of` call each other. The recursion
-    ends at tensors of the checkpoint.
+    A memory is a storage on the tape of the recorder (`tape`). It has a definition if one operator
+    has filled it by copying. The operator may have read a memory that has a definition too, so
+    `copy` and `_definition_of` call each other. The recursion ends at tensors of the checkpoint.
 
     Args:
         tape: the record of a loader.
@@ -94,10 +97,14 @@ class Definitions:
         definition = self._definition_of(memory)
         if definition is None:
             return None
-        last_step = _assign(place, _name_of(memory), self._output_of(memory).size, source)
+        # The output of the operator that defines a memory fills all of it, so the shape of the
+        # output is the shape of the memory (`_define`).
+        shape = self._output_of(memory).size
+        last_step = _assign(place, _name_of(memory), shape, source)
         if last_step is None:
             return None
-        # from the checkpoint to the memory, and then from the memory to the place
+        # From the checkpoint to the memory, and then from the memory to the place. The composition
+        # is None if the place reads no element that the first step writes.
         composed = [last_step.after(first_step) for first_step in definition.parts]
         parts = tuple(part for part in composed if part is not None)
         # The parts must write each element of the place, and only once.
@@ -113,7 +120,8 @@ class Definitions:
 
     def _define(self, memory: Memory) -> Copies | None:
         """Return the assignments of the operator that has filled a memory, as `_definition_of`."""
-        # A memory with a position had values before any operator of the loader wrote to it.
+        # Elements have positions (`Memory.first_position`) if they had values before any operator
+        # of the loader wrote to them, so the operator may not be the only origin of values.
         if len(memory.writers) != 1 or memory.first_position is not None:
             return None
         operation = self._tape.operations[memory.writers[0]]
@@ -123,12 +131,13 @@ class Definitions:
         # The operator must have filled all of the memory, so that an offset is an element's index.
         if not is_contiguous(output) or prod(output.size) != memory.size:
             return None
-        parts: list[Assignment] = []
-        dtypes = set[torch.dtype]()
         blocks = _blocks_of(operation, output)
         if blocks is None:
             return None
+        parts: list[Assignment] = []
+        dtypes = set[torch.dtype]()
         for view, source in blocks:
+            # This defines the memories that the operator has read first.
             copies = self.copy(TargetView(_name_of(memory), output.size, view), source)
             if copies is None:
                 return None
@@ -171,7 +180,15 @@ def _assign(
 ) -> Assignment | None:
     """Return the assignment of one copy, or None if assignments cannot express it.
 
-    They cannot if one dim of a view goes along two dims of its tensor, as in `x.diagonal()`.
+    They cannot if one dim of a view moves along two dims of its tensor at once. Example: the only
+    dim of `x.diagonal()` goes from x[0, 0] to x[1, 1].
+
+    Args:
+        place: the view that is written.
+        name: the name of the tensor that is read.
+        shape: the shape of this tensor. It is contiguous and begins at the start of its memory, so
+            the offset of a view in the memory is an offset in the tensor.
+        source: the view that is read.
     """
     view = place.view
     try:
@@ -211,8 +228,8 @@ def _blocks_of(
     dim = _dim_of(operation) % len(output.size)
     tensors: list[MemoryView] = operation.args[0]
     if name == "aten::stack":
-        return [*_define_stack(output, tensors, dim)]
-    return [*_define_concatenation(output, tensors, dim)]
+        return [*_blocks_of_stack(output, tensors, dim)]
+    return [*_blocks_of_concatenation(output, tensors, dim)]
 
 
 def _dim_of(operation: Operation) -> int:
@@ -221,9 +238,10 @@ def _dim_of(operation: Operation) -> int:
     return dim
 
 
-def _define_concatenation(
+def _blocks_of_concatenation(
     output: MemoryView, tensors: list[MemoryView], dim: int
 ) -> Iterator[tuple[MemoryView, MemoryView]]:
+    """Yield the view of the output that each operand of `cat` fills, with the operand."""
     first = 0
     for tensor in tensors:
         # An empty tensor adds nothing, and may be of shape (0,) among tensors of more dims.
@@ -234,9 +252,13 @@ def _define_concatenation(
         yield output._replace(offset=offset, size=tensor.size), tensor
 
 
-def _define_stack(
+def _blocks_of_stack(
     output: MemoryView, tensors: list[MemoryView], dim: int
 ) -> Iterator[tuple[MemoryView, MemoryView]]:
+    """Yield the view of the output that each operand of `stack` fills, with the operand.
+
+    Operand i fills index i along `dim`, so its view has all dims of the output but this one.
+    """
     stride = (*output.stride[:dim], *output.stride[dim + 1 :])
     for index, tensor in enumerate(tensors):
         offset = output.offset + index * output.stride[dim]
