@@ -19,13 +19,16 @@ from .trials import ShrinkingTrials
 
 # the most lines of a program's source that a report prints
 _LINES = 60
+# Kinds of explanations whose axes are only a guess from the ranks on which values differ.
+_KINDS_WITH_GUESSED_AXES = ("forward", "scaled", "permuted", "random")
 
 
 def shrink_failure(certification: Certification, report: CertificationReport) -> None:
     """Look for the smallest failing program, and drop explanations that it contradicts.
 
-    Several explanations may fit on a large mesh. The program runs again with one axis at a time:
-    explanations that name axes with which the program does not fail alone are dropped.
+    Several explanations may fit on a large mesh. For each axis, the program runs again on a mesh
+    with more than one rank along this axis only. If this run does not fail, the explanations that
+    name the axis are dropped.
 
     Args:
         certification: the program and its reference.
@@ -45,31 +48,36 @@ def shrink_failure(certification: Certification, report: CertificationReport) ->
     smallest = _shrink_mesh(certification, mesh_trials, smallest, has_axes=has_axes)
     smaller, smallest = _shrink_sizes(certification, size_trials, smallest)
     active = [name for name, size in failed.mesh.items() if size > 1]
-    is_decided = has_axes or len(active) == 1
+    knows_failing_axes = has_axes or len(active) == 1
     if len(active) == 1:
         alone = {active[0]: failed}
+    axis_names = list(failed.mesh)
     for result in report.results:
-        if is_decided and list(result.mesh) == list(failed.mesh):
+        if knows_failing_axes and list(result.mesh) == axis_names:
             result.findings = [_decide(finding, (alone, active)) for finding in result.findings]
-    lines = _describe(smaller, smallest)
+    command, *details = _describe(smaller, smallest)
+    lines = [command]
+    if not has_axes:
+        # The arguments of a script contain the size of an axis dp as `{dp}` (`script_arguments`).
+        names = " or ".join(f"{{{name}}}" for name in failed.given)
+        lines.append(f"  # no argument has {names}: only the number of ranks was reduced")
     reasons = mesh_trials.reasons | size_trials.reasons
     if reasons:
         tried = [f"{change} ({reason})" for change, reason in reasons.items()]
-        lines.insert(1, f"  # smaller programs do not fail alike: {'; '.join(tried)}")
-    if not has_axes:
-        names = " or ".join(f"{{{name}}}" for name in failed.given)
-        lines.insert(1, f"  # no argument has {names}: only the number of ranks was reduced")
+        lines.append(f"  # smaller programs that do not fail in this way: {'; '.join(tried)}")
+    lines += details
     report.smallest = "\n".join(lines)
 
 
 def _has_axes(job: RankJob, failed: MeshResult) -> bool:
-    """Tell whether the program follows the sizes of single axes of the mesh.
+    """Tell whether the program can run with another size of a single axis of the mesh.
 
     A function gets the mesh. A script gets sizes in its arguments, and may compute the size of one
     axis from the others and the number of ranks.
     """
     if job.function is not None:
         return True
+    # `given` has the axes that the caller of `certify` named, `mesh` those of the script's mesh.
     is_named = list(failed.given) == list(failed.mesh)
     return is_named and len(fixed_axes(job.arguments, failed.given)) <= 1
 
@@ -83,13 +91,15 @@ def _failures_of_single_axes(
     certification: Certification, failed: MeshResult
 ) -> dict[str, MeshResult]:
     """Run the program with more than one rank along one axis only; return the failures by axis."""
+    active = [name for name, size in failed.given.items() if size > 1]
+    # The failure itself is the run with more than one rank along this axis only.
+    if len(active) == 1:
+        return {active[0]: failed}
     failures = dict[str, MeshResult]()
     trials = ShrinkingTrials(failed)
-    active = [name for name, size in failed.given.items() if size > 1]
     for name in active:
         mesh = dict.fromkeys(failed.given, 1) | {name: failed.given[name]}
-        is_smaller = len(active) > 1
-        result = trials.run(certification, mesh, name) if is_smaller else failed
+        result = trials.run(certification, mesh, name)
         if result is not None:
             failures[name] = result
     return failures
@@ -98,7 +108,7 @@ def _failures_of_single_axes(
 def _shrink_mesh(
     certification: Certification, trials: ShrinkingTrials, smallest: MeshResult, *, has_axes: bool
 ) -> MeshResult:
-    """Reduce axis after axis to a divisor, as long as the program fails alike.
+    """Reduce axis after axis to a divisor, as long as the program fails in the same way.
 
     A script whose axes are not in its arguments gets fewer ranks.
     """
@@ -116,7 +126,10 @@ def _shrink_mesh(
 
 
 def _smaller_meshes(mesh: dict[str, int]) -> Iterator[dict[str, int]]:
-    """Yield meshes with one axis smaller, the smallest sizes first."""
+    """Yield meshes with one axis smaller, the smallest sizes first.
+
+    The mesh of one rank is left out, because the program is assumed to be right on one rank.
+    """
     for size in range(1, max(mesh.values())):
         for name, current in mesh.items():
             is_divisor = current > size and current % size == 0
@@ -148,6 +161,7 @@ def _smaller_sizes(certification: Certification) -> Iterator[tuple[str, Certific
     reference = certification.reference
     if job.function is None:
         for change, arguments in halve_integers(job.arguments):
+            # The reference of a script is the same script, on one device.
             script = replace(job, arguments=arguments)
             yield change, replace(certification, job=script, reference=script)
         return
@@ -168,8 +182,8 @@ def _decide(
     """Choose the explanations of a finding by the axes with which the program fails alone.
 
     If there are several explanations, the ones that name other axes are dropped. If there is no
-    explanation, or one whose axes are uncertain, the finding gets the axis with which the program
-    fails alone.
+    explanation, or one whose axes are a guess, the finding gets the axis with which the program
+    fails alone; or all axes, if the program fails with no axis alone.
 
     Args:
         finding: the finding.
@@ -185,19 +199,23 @@ def _decide(
     if len(finding.explanations) > 1:
         kept = tuple(fits for fits in finding.explanations if set(fits.axes) <= set(axes))
         return replace(finding, explanations=kept) if kept and axes else finding
-    cause = axes if alone else tuple(active)
-    if not cause or (alone and len(cause) != 1):
+    if alone and len(axes) != 1:
+        # The finding occurs with several axes alone, or with none of them.
         return finding
-    over = ", ".join(cause)
+    # If the program fails with no axis alone, the finding takes all axes together.
+    cause = axes if alone else tuple(active)
+    if not cause:
+        return finding
+    over = " and ".join(cause)
     if not finding.explanations:
         text = (
             f"differs by {finding.difference:.1e}; no combination of the ranks' values explains "
-            f"it, but it occurs with more than one rank along {over} only"
+            f"it, but it occurs only with more than one rank along {over}"
         )
         return replace(finding, explanations=(FittingExplanation("unexplained", cause, text),))
     first = finding.explanations[0]
-    if first.kind in ("forward", "scaled", "permuted", "random") and first.axes != cause:
-        text = f"{first.text} (it occurs with more than one rank along {over} only)"
+    if first.kind in _KINDS_WITH_GUESSED_AXES and first.axes != cause:
+        text = f"{first.text} (it occurs only with more than one rank along {over})"
         return replace(finding, explanations=(replace(first, axes=cause, text=text),))
     return finding
 
@@ -205,6 +223,7 @@ def _decide(
 def _describe(certification: Certification, smallest: MeshResult) -> list[str]:
     """Return a call that reproduces the failure, and the source of the program."""
     job = certification.job
+    # One finding is enough to recognize the failure.
     finding = f"  # mesh {describe_mesh(smallest.mesh)}: {smallest.findings[0]}"
     if job.function is None:
         options = list[str]()

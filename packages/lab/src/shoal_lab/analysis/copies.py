@@ -36,14 +36,14 @@ class RankCopy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Expected:
-    """The values of one logical tensor on one device.
+    """The reference values of one logical tensor: those of a run on one device.
 
     Attributes:
         now: the values at the step under analysis, as float64.
-        earlier: the values at the earlier steps, in order.
+        earlier: the values at the steps before it, in order.
         microbatches: the gradients of each backward of the step.
-        stale: the values if each forward uses the parameters of the step before; None if this was
-            not computed.
+        stale: the values of a faulty run on one device, in which each forward uses the parameters
+            of the step before; None if this was not computed.
     """
 
     now: Tensor
@@ -61,8 +61,8 @@ class Setting:
         tolerance: the allowed difference relative to the norm of a value.
         floor: the allowed absolute difference, whatever the norm.
         backwards: the number of backwards in a step.
-        loss_by_axis: how the losses of the ranks along each axis give the loss of one device:
-            "equal", "mean" or "sum".
+        loss_by_axis: for each axis, what the loss of one device is: "equal" to the loss of every
+            rank along the axis, or the "mean" or the "sum" of their losses.
     """
 
     grid: MeshGrid
@@ -98,7 +98,7 @@ def relative_difference(copies: Sequence[RankCopy], whole: Tensor) -> float:
 def sum_over(
     copies: Sequence[RankCopy], axes: tuple[str, ...], grid: MeshGrid
 ) -> list[RankCopy] | None:
-    """Sum the copies of the ranks that differ on some axes only.
+    """Sum the copies over some axes: in each group of ranks with equal coordinates on other axes.
 
     Returns:
         The copies with the sums in place of the values. None if the ranks of a group have
@@ -108,8 +108,7 @@ def sum_over(
     for copy in copies:
         by_rank[copy.rank] = copy
     summed = list[RankCopy]()
-    # whether any ranks of a group have different values
-    is_new = False
+    has_different_values = False
     for ranks in grid.groups(axes):
         group = [by_rank[rank] for rank in ranks if rank in by_rank]
         if not group:
@@ -118,24 +117,24 @@ def sum_over(
         for copy in group[1:]:
             if not torch.equal(copy.index, first.index):
                 return None
-            is_new = is_new or not torch.allclose(copy.values, first.values, 1e-9, 1e-30)
+            if not torch.allclose(copy.values, first.values, 1e-9, 1e-30):
+                has_different_values = True
         total = torch.stack([copy.values for copy in group]).sum(0)
         for copy in group:
             summed.append(RankCopy(copy.rank, copy.name, total, copy.index))
-    return summed if is_new else None
+    return summed if has_different_values else None
 
 
 def best_factor(copies: Sequence[RankCopy], whole: Tensor, setting: Setting) -> float | None:
     """Return the common factor between all copies and their parts; None if no factor fits."""
     products = 0.0
     squares = 0.0
-    count = 0
     for copy in copies:
         part = copy.part_of(whole)
         products += float((copy.values * part).sum())
         squares += float(part.square().sum())
-        count += part.numel()
-    if not squares or not count:
+    # All parts are zero or empty.
+    if not squares:
         return None
     factor = products / squares
     for copy in copies:
@@ -146,6 +145,8 @@ def best_factor(copies: Sequence[RankCopy], whole: Tensor, setting: Setting) -> 
 
 def are_multiples(copies: Sequence[RankCopy], whole: Tensor, setting: Setting) -> bool:
     """Return whether every rank has a multiple of its part; ranks may have different factors."""
+    # A rank that holds one element has a multiple of it whatever its value is, so a multiple proves
+    # nothing for the smallest tensors.
     if whole.numel() < 3:
         return False
     return all(best_factor([copy], whole, setting) is not None for copy in copies)
@@ -166,10 +167,13 @@ def fit(
         columns.append(torch.cat([copy.part_of(tensor).flatten() for copy in copies]))
     target = torch.cat([copy.values.flatten() for copy in copies])
     matrix = torch.stack(columns, 1)
+    # n coefficients fit any n elements. More than twice as many elements fit hardly by chance.
     has_enough_elements = target.numel() > 2 * len(basis)
     is_zero = not matrix.norm()
     if not has_enough_elements or is_zero or not target.isfinite().all():
         return None
+    # Each column is scaled to the norm 1, or the solver takes small columns for rounding errors.
+    # The driver gelsd also allows columns that depend on each other.
     scales = matrix.norm(dim=0).clamp_min(1e-300)
     solution = torch.linalg.lstsq(matrix / scales, target[:, None], driver="gelsd").solution
     coefficients = solution[:, 0] / scales

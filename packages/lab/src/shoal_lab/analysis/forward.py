@@ -269,7 +269,7 @@ def _sum_values(
 ) -> dict[int, LocalValue] | None:
     """Sum the values of the ranks along some axes; None if shapes differ, or all are equal."""
     summed = dict[int, LocalValue]()
-    is_new = False
+    has_different_values = False
     for ranks in grid.groups(axes):
         group = [values[rank] for rank in ranks if rank in values]
         if not group:
@@ -277,11 +277,12 @@ def _sum_values(
         first = group[0].tensor
         if any(value.tensor.shape != first.shape for value in group):
             return None
-        is_new = is_new or any(not torch.allclose(value.tensor, first) for value in group)
+        if any(not torch.allclose(value.tensor, first) for value in group):
+            has_different_values = True
         total = torch.stack([value.tensor for value in group]).sum(0)
         for rank in (rank for rank in ranks if rank in values):
             summed[rank] = LocalValue(total, group[0].shape, group[0].index)
-    return summed if is_new else None
+    return summed if has_different_values else None
 
 
 def _uncovered(copies: Sequence[RankCopy], whole: Tensor, allowed: float) -> str | None:
