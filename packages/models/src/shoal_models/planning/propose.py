@@ -1,4 +1,6 @@
-"""Proposals of data- and tensor-parallel degrees for ranks under a memory bound, with their cost.
+"""Proposals of data- and tensor-parallel degrees with which each rank stays within a memory bound.
+
+Each degree is proposed with its memory and its time of communication.
 
 Activations are counted by one forward on the meta device: simulated ranks run the parallel model on
 tensors without values. Every new storage is recorded, and storages that still exist when the
@@ -10,6 +12,7 @@ weights. The meta device does not have these kernels; `_attention` replaces them
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -52,13 +55,13 @@ class _DataParallelism(NamedTuple):
     passes: int
 
 
-# The data-parallel functions that are compared, by name. The first argument is `parameters`.
-_REPLICAS = {
-    "replicate": _DataParallelism(False, gradients=False, state=False, passes=2),
+# the data-parallel functions that are compared, by name
+_METHODS = {
+    "replicate": _DataParallelism(parameters=False, gradients=False, state=False, passes=2),
     "replicate(shard_optimizer=True)": _DataParallelism(
-        False, gradients=False, state=True, passes=2
+        parameters=False, gradients=False, state=True, passes=2
     ),
-    "fully_shard": _DataParallelism(True, gradients=True, state=True, passes=3),
+    "fully_shard": _DataParallelism(parameters=True, gradients=True, state=True, passes=3),
 }
 
 
@@ -92,8 +95,8 @@ class Proposal(NamedTuple):
         bound: bytes that a rank may hold.
         candidates: candidates of every shape. Those within the bound come first, the fastest of
             them first; then come the others, the smallest of them first.
-        uncounted: the reason why activations are not counted for some candidates; empty if they
-            are counted for all.
+        uncounted: the error because of which activations are not counted for some candidates, the
+            last one if there are several; empty if they are counted for all.
     """
 
     plan: Plan
@@ -110,7 +113,8 @@ class Proposal(NamedTuple):
     def __repr__(self) -> str:
         bound = format_bytes(self.bound)
         # The 19 spaces fill the column of the functions' names, so that the other headings are
-        # above the right-aligned numbers of `_row`.
+        # above the right-aligned numbers of `_row`. The last heading, the bound, is above the
+        # verdicts.
         heading = f"data parallelism {'':19} bytes/rank  activations   of {bound}"
         lines = [f"  dp x tp   {heading}"]
         lines += [self._row(candidate) for candidate in self.candidates]
@@ -163,10 +167,10 @@ def propose(
 
     Memory is counted for parameters, gradients, optimizer state, and activations that a forward
     keeps: give a model that returns its loss, in the mode and with the checkpoints with which it
-    trains. Temporary memory of a step is not included: the parameters that `fully_shard` has
-    gathered for a unit, buckets of reductions, gradients of activations. To prove that the plan
-    computes the same values as one process, call `shoal_tp_styles.verify` with a small
-    configuration of the model.
+    trains. Temporary memory of a step is not included: it consists of the parameters that
+    `fully_shard` gathers for the layer that runs, of the buckets in which gradients are joined for
+    a reduction, and of the gradients of activations. To prove that the plan computes the same
+    values as one process, call `shoal_tp_styles.verify` with a small configuration of the model.
 
     Args:
         model: a model that is not parallel, on any device, including meta.
@@ -183,8 +187,15 @@ def propose(
     Example:
         >>> import torch
         >>> mlp = nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 10))
-        >>> propose(mlp, 4, 1700, torch.randn(8, 10)).best.shape
-        (4, 1)
+        >>> best = propose(mlp, 4, 1700, torch.randn(8, 10)).best
+        >>> best.shape, best.data
+        ((4, 1), 'fully_shard')
+
+        The parameters have 1384 bytes. With their gradients and two values of optimizer state, 4
+        times as many bytes are divided among 4 replicas. The rest are activations of 2 samples:
+
+        >>> best.nbytes - best.activation_bytes, best.activation_bytes
+        (1384, 208)
     """
     if ranks < 1 or bound < 1:
         raise LayoutError(
@@ -204,13 +215,14 @@ def propose(
         try:
             activations = activation_bytes(model, chosen, mesh, inputs, kwargs=named_inputs)
         # Tensors on the meta device have no values, so the user's model may raise any error. The
-        # error is reported in `uncounted`, and the proposal goes on without activations.
+        # error is reported in `uncounted`, and the proposal goes on without activations. The
+        # preview below does not run the model's forward.
         except Exception as error:
             activations = 0
             uncounted = f"{type(error).__name__}: {str(error)[:200]}"
         cost = preview(model, chosen, mesh, *inputs, **named_inputs)
         shape = (replicas, tensor_ranks)
-        for data, method in _REPLICAS.items():
+        for data, method in _METHODS.items():
             # With one replica all functions cost the same, so only the first is a candidate.
             if replicas > 1 or data == "replicate":
                 nbytes = _divided_bytes(method, cost.parameter_bytes, state, replicas)
@@ -253,7 +265,8 @@ def _inputs_of_replica(value: Any, replicas: int) -> Any:
     def take_rows(tensor: Tensor) -> Tensor:
         if not tensor.ndim:
             return tensor
-        rows = -(-tensor.shape[0] // replicas)
+        # Rounded up: if the rows do not divide evenly, the first replicas have one more.
+        rows = math.ceil(tensor.shape[0] / replicas)
         return tensor[:rows].to("meta")
 
     return map_tensors(take_rows, value)
@@ -267,7 +280,8 @@ class _Storages(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        # references to the storages, and their bytes
+        # Weak references to the storages, and their bytes. The key is the address of a storage. It
+        # is not used again as long as a weak reference exists, so each storage has its own key.
         self.made: dict[int, tuple[Any, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -342,6 +356,8 @@ def activation_bytes(model: nn.Module, plan: Plan, mesh: DeviceMesh, args: Any, 
         del out
         return nbytes
 
+    # A model may draw random numbers on the CPU, such as a decision to skip a layer. The caller's
+    # random numbers must not change.
     with torch.random.fork_rng(devices=()):
         return max(simulate_ranks(mesh, count_on_one_rank))
 
