@@ -1,7 +1,13 @@
 """Python text of operators and moves, the most readable form first.
 
-R, I, P and S(dim) in texts are the types of tensors along a mesh axis: replicated, invariant (with
-equal gradients), addends of a pending sum, and shard.
+The emission (`emit`) writes the forward of a module as a Python program. An operator call may have
+several texts, and a text may compute something else than the call. `checked_program` runs the texts
+in this order, and takes the first one that makes the call.
+
+A move is a step of a redistribution from one layout to another (`Step`). In its text, R, I, P and
+S(dim) are types of a tensor along a mesh axis. R and I are replicated tensors: the gradients of R
+are addends of a pending sum, and those of I (invariant) are equal on all ranks. P is addends of a
+pending sum. S(dim) is shards along a dim.
 
 May import: recorder, trace.
 """
@@ -72,7 +78,8 @@ def operator_texts(operation: TracedOperation, name_of: NameOf) -> list[str]:
     """Return texts of an operator call, the most readable first.
 
     They are a sign such as `+`, special forms, a method, functions of torch, and at last the
-    operator itself.
+    operator itself. Only the last text is certain to make the call: a function of the same name may
+    have other arguments or defaults. The caller tries the texts.
     """
     schema = signature_of(operation.operator)
     name = schema.name.removeprefix("aten::")
@@ -96,7 +103,8 @@ def operator_texts(operation: TracedOperation, name_of: NameOf) -> list[str]:
 
 def _sign_texts(name: str, args: Sequence[str]) -> list[str]:
     """Return a sign with its operands, such as `x + y`; [] for operators without a sign."""
-    # Operands are names or literals. Only a negative number needs parentheses: (-2) ** x.
+    # Operands are names, numbers or lists. A negative number is the only one that needs parentheses
+    # next to a sign: (-2) ** x.
     operands = [f"({text})" if text.startswith("-") else text for text in args]
     if name in _INFIX and len(args) == 2:
         return [f"{operands[0]} {_INFIX[name]} {operands[1]}"]
@@ -120,9 +128,12 @@ def _special_texts(
             # brackets of the index: `x[rows, columns]`.
             return [f"{args[0]}{args[1]}"]
         case "aten::native_layer_norm":
+            # The operator returns the output, the mean and the inverse deviation. The function
+            # calls the operator and returns the output only.
             return [f"F.layer_norm({', '.join(args)})"]
         case "aten::_to_copy":
-            others = ", ".join([*args[1:], *_without_defaults(named)])
+            # All arguments after the tensor have names.
+            others = ", ".join(_without_defaults(named))
             return [f"{args[0]}.to({others})"]
     return []
 
@@ -149,7 +160,8 @@ def _method_texts(
     parameters = signature_of(operation.operator).arguments
     is_self = bool(parameters) and parameters[0].name == "self"
     is_tensor = bool(operation.args) and isinstance(operation.args[0], TracedValue)
-    if not is_self or not is_tensor or not hasattr(torch.Tensor, name):
+    has_method = is_self and is_tensor and hasattr(torch.Tensor, name)
+    if not has_method:
         return []
     rest = [*args[1:]]
     is_list = len(rest) == 1 and isinstance(operation.args[1], list)
@@ -167,8 +179,8 @@ def _slice_text(values: Sequence[Any], args: Sequence[str]) -> str:
     start = _slice_bound(args, 2, default="0")
     end = _slice_bound(args, 3, default=_END)
     step = _slice_bound(args, 4, default="1")
-    of_step = "" if step == "1" else f":{step}"
-    bounds = f"{_unless(start, '0')}:{_unless(end, _END)}{of_step}"
+    step_suffix = "" if step == "1" else f":{step}"
+    bounds = f"{_unless(start, '0')}:{_unless(end, _END)}{step_suffix}"
     if dim < 0:
         # dim -1: x[..., 4:8], dim -2: x[..., 4:8, :]
         dims_after = -dim - 1
@@ -202,7 +214,7 @@ def _attention_text(operation: TracedOperation, name_of: NameOf) -> str:
     if values.get("is_causal"):
         text += ", is_causal=True"
     if values.get("scale") is not None:
-        text += f", scale={values['scale']!r}"
+        text += f", scale={literal(values['scale'], name_of)}"
     return f"F.scaled_dot_product_attention({text})"
 
 
@@ -230,7 +242,8 @@ def move_text(step: Step, source: str, target_is_r: bool, source_is_r: bool) -> 
     whole = "R" if target_is_r else "I"
     whole_source = "R" if source_is_r else "I"
     # `step.dims` are the tensor dims whose sharding along the axis changes: the dim of a shard, and
-    # for AllToAll the dims of the shard before and after.
+    # for AllToAll the dims of the shard before and after. A reduction may also divide its result by
+    # `step.divisor`, or average; typed collectives do neither.
     if step.name == "AllReduce" and step.divisor == 1 and step.op != "avg":
         src = "P" if step.op == "sum" else f'pending("{step.op}")'
         return f'all_reduce({source}, "{name}", src={src}, dst={whole})'
