@@ -1,4 +1,4 @@
-"""Covers: dispatcher.py: attention of DTensors whose inputs were sharded along the sequence."""
+"""Covers: dispatcher.py: attention of DTensors that are sharded along the sequence."""
 
 from __future__ import annotations
 

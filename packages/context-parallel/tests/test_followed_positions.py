@@ -1,4 +1,4 @@
-"""Covers: followed_positions.py, sequence_dims.py."""
+"""Covers: followed_positions.py, call_layouts.py, calls_of_functions.py, sequence_dims.py."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ disable_dynamo: Callable[..., Any] = _disable_dynamo
 without_torch_function: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
 Mask = Tensor | None
 Outputs = tuple[Tensor, Tensor]
-# The kernels below compute attention of tensors (batch, heads, length, width), none of them empty. A
-# forward takes queries, keys and values, whether it is causal (then there are as many queries as
+# The kernels below compute attention of tensors (batch, heads, length, width), none of them empty.
+# A forward takes queries, keys and values, whether it is causal (then there are as many queries as
 # keys), the mask that is added to the scores, and the factor of the scores. It returns the output
 # and the log-sum-exp of each row. A backward takes six tensors in this order: the gradient of the
 # output, the queries, keys and values, the output, and the log-sums. The keys may be a part of a
@@ -71,8 +71,8 @@ def cuda_flash_attention_backward(
     """
     grad, q, k, v, out, lse = tensors
     op = _aten._scaled_dot_product_flash_attention_backward.default
-    # No cumulative lengths, because all sequences have one length. Without dropout, the random state
-    # is not read.
+    # No cumulative lengths, because all sequences have one length. Without dropout, the random
+    # state is not read.
     no_lengths = (None, None)
     most_queries_and_keys = (q.shape[-2], k.shape[-2])
     inputs = (grad, q, k, v, out, lse.contiguous(), *no_lengths, *most_queries_and_keys)

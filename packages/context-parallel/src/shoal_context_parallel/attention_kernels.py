@@ -1,9 +1,9 @@
 """Kernels of attention, and attention of some queries to some keys (a tile).
 
-Queries are (n, group, length, width) and keys (n, 1, length, width): n counts batch rows times heads
-of keys, and `group` query heads share a head of keys. The kernel is one of torch's kernels that
-return log-sums, if the device has one for these tensors. Otherwise plain operators compute the same
-results, for some queries at a time.
+Queries are (n, group, length, width) and keys (n, 1, length, width): n counts batch rows times
+heads of keys, and `group` query heads share a head of keys. The kernel is one of torch's kernels
+that return log-sums, if the device has one for these tensors. Otherwise plain operators compute the
+same results, for some queries at a time.
 
 May import: _torch, sequence_layout.
 """

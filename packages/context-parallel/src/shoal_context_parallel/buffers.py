@@ -53,8 +53,8 @@ from .sequence_layout import AttentionMask, Documents, SequenceLayout
 
 # Functions of torch that carry a state along a dim of their first argument.
 _RECURRENT = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
-# Names of the modules of this package and of those below. Their functions, such as collectives, move
-# positions between ranks by functions of torch, in which positions are not followed.
+# Names of the modules of this package and of those below. Their functions, such as collectives,
+# move positions between ranks by functions of torch, in which positions are not followed.
 _LAYERS_BELOW = tuple(
     f"{__name__.partition('context_parallel.')[0]}{layer}."
     for layer in ("mesh", "dtensor", "context_parallel")

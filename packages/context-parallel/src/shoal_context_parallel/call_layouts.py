@@ -25,8 +25,8 @@ from .calls_of_functions import (
     PLAIN,
     RESHAPING,
     SUMS,
-    Call,
     MixedPositionsError,
+    TorchCall,
     UnfollowedCallError,
     check_dims,
     reason,
@@ -61,7 +61,7 @@ class CallLayouts:
         self._layout = layout
         self._is_counted = is_counted
 
-    def after(self, call: Call, outs: Sequence[Tensor]) -> list[Spec | None]:
+    def after(self, call: TorchCall, outs: Sequence[Tensor]) -> list[Spec | None]:
         """Return the layouts of a call's results; None for a result that is not followed.
 
         Raises:
@@ -93,7 +93,7 @@ class CallLayouts:
         specs = self._run_as_fits(call._replace(func=total), outs)
         return [_averaged(spec) for spec in specs]
 
-    def _after_loss(self, call: Call, reduction: str) -> list[Spec | None]:
+    def _after_loss(self, call: TorchCall, reduction: str) -> list[Spec | None]:
         """Return the layout of a loss over all elements.
 
         The loss of each element is taken instead, because the loss itself communicates: it counts
@@ -108,7 +108,7 @@ class CallLayouts:
             return [None]
         return [Spec(self._mesh, [Partial(name)], (), None, dtype=spec.dtype)]
 
-    def _run_as_fits(self, call: Call, outs: Sequence[Tensor] | None) -> list[Spec | None]:
+    def _run_as_fits(self, call: TorchCall, outs: Sequence[Tensor] | None) -> list[Spec | None]:
         """Return the layouts of results of the first guess that fits.
 
         A guess is a layout of the tensors that are not followed: replicated, or sharded like one
@@ -131,7 +131,7 @@ class CallLayouts:
             raise CountedPositionsError
         raise UnfollowedCallError
 
-    def _fits_as_positions(self, call: Call, outs: Sequence[Tensor] | None) -> bool:
+    def _fits_as_positions(self, call: TorchCall, outs: Sequence[Tensor] | None) -> bool:
         """Tell whether a call fits if tensors that count from 0 are taken for positions."""
         for guess in islice(_guesses(call, []), _MOST_GUESSES):
             with suppress(MixedPositionsError, UnfollowedCallError):
@@ -139,7 +139,7 @@ class CallLayouts:
                 return True
         return False
 
-    def _run(self, call: Call, outs: Sequence[Tensor] | None) -> list[Spec | None]:
+    def _run(self, call: TorchCall, outs: Sequence[Tensor] | None) -> list[Spec | None]:
         """Return the layouts of the results of a function on DTensors without memory."""
         try:
             results = self._run_without_memory(call)
@@ -160,7 +160,7 @@ class CallLayouts:
             specs.append(spec)
         return specs
 
-    def _run_without_memory(self, call: Call) -> list[Tensor]:
+    def _run_without_memory(self, call: TorchCall) -> list[Tensor]:
         try:
             return run_without_memory(self._mesh, call.func, call.args, call.kwargs)
         except CommunicationForbiddenError:
@@ -172,7 +172,7 @@ class CallLayouts:
         run_without_memory(self._mesh, call.func, args, kwargs)
         raise UnfollowedCallError
 
-    def _is_whole(self, spec: Spec, call: Call) -> bool:
+    def _is_whole(self, spec: Spec, call: TorchCall) -> bool:
         """Tell whether ranks hold the rows of a result that belong to their positions."""
         if sequence_dim(spec) is None:
             return True
@@ -196,7 +196,7 @@ def _in_one_run(value: Any) -> Any:
     return SequenceDim(held.dim, 1, sizes).spec_of(value.mesh, value.local_shape, value.dtype)
 
 
-def _guesses(call: Call, counted: Sequence[Tensor]) -> Iterator[Call]:
+def _guesses(call: TorchCall, counted: Sequence[Tensor]) -> Iterator[TorchCall]:
     """Yield the call with layouts for the tensors that are not followed.
 
     Those in `counted` are replicated.

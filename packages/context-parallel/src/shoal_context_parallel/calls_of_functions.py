@@ -1,4 +1,4 @@
-"""`Call`: a call of a torch function with layouts of its arguments, and its meaning for positions.
+"""`TorchCall`: a call of a torch function with layouts, and its meaning for positions.
 
 Most functions need no entry here, because the rules of operators say what they do. The tables name
 functions whose arguments or results are a rank's own: sizes, indices and places.
@@ -123,7 +123,7 @@ SUMS = {
 COPYING = frozenset(("to", "cpu", "cuda", "type", "type_as", "contiguous", "clone", "detach"))
 
 
-class Call(NamedTuple):
+class TorchCall(NamedTuple):
     """A call of a torch function.
 
     Attributes:
@@ -166,7 +166,7 @@ def is_torchs(func: Any) -> bool:
     )
 
 
-def _argument(call: Call, name: str, position: int, default: Any) -> Any:
+def _argument(call: TorchCall, name: str, position: int, default: Any) -> Any:
     """Return an argument that is given by name or by position."""
     if len(call.args) > position:
         return call.args[position]
@@ -184,7 +184,7 @@ def rank_of(value: Any) -> int:
     return value.ndim if isinstance(value, Tensor | Spec) else 0
 
 
-def takes_local_rows(call: Call) -> bool:
+def takes_local_rows(call: TorchCall) -> bool:
     """Tell whether the results of a call are rows of this rank, about which nothing is known."""
     if call.name in BY_LOCAL_INDEX | DIAGONALS:
         return True
@@ -212,7 +212,7 @@ def _is_one_of_several(index: Any, count: int) -> bool:
     return not is_whole and index.start >= 0 and index.stop > 0
 
 
-def takes_rows_by_value(call: Call) -> bool:
+def takes_rows_by_value(call: TorchCall) -> bool:
     """Tell whether a function takes rows by indices or an order that may be a rank's own.
 
     So do experts, which sort a rank's tokens and put the results back.
@@ -230,7 +230,7 @@ def takes_rows_by_value(call: Call) -> bool:
     return False
 
 
-def reduction_of(call: Call) -> str:
+def reduction_of(call: TorchCall) -> str:
     """Return the reduction of a loss function; empty for another function."""
     is_python = isinstance(call.func, FunctionType)
     if not is_python or "reduction" not in call.func.__code__.co_varnames:
@@ -241,7 +241,7 @@ def reduction_of(call: Call) -> str:
     return "" if reduction == "none" else str(reduction)
 
 
-def takes_whole_blocks(call: Call, layout: SequenceLayout) -> bool:
+def takes_whole_blocks(call: TorchCall, layout: SequenceLayout) -> bool:
     """Tell whether a convolution or a pooling takes blocks of positions that ranks hold whole."""
     source = call.args[0] if call.args else None
     held = sequence_dim(source) if isinstance(source, Spec) else None
@@ -266,14 +266,14 @@ def takes_whole_blocks(call: Call, layout: SequenceLayout) -> bool:
     return is_whole(layout, kernel, sum(held.sizes))
 
 
-def reason(call: Call) -> str:
+def reason(call: TorchCall) -> str:
     """Return the reason why a call is refused."""
     for spec in call.specs:
         held = sequence_dim(spec)
         if held is not None:
             return (
-                f"dim {held.dim} of its argument of local shape {tuple(spec.local_shape)} holds this "
-                "rank's positions of the sequence, and its result would need positions of other ranks"
+                f"dim {held.dim} of its argument of local shape {tuple(spec.local_shape)} holds "
+                "this rank's positions of the sequence, and its result would need positions of other ranks"
             )
     return (
         f"its argument of shape {tuple(call.specs[0].local_shape)} is what this rank's positions "
@@ -306,7 +306,7 @@ def consumers(shape: Sequence[int], index: Any) -> list[Any]:
     return found + [slice(None)] * (len(shape) - len(found))
 
 
-def check_dims(call: Call) -> None:
+def check_dims(call: TorchCall) -> None:
     """Raise if a call selects one position, each position in turn, or a norm of all."""
     source = call.args[0]
     held = sequence_dim(source)
@@ -328,7 +328,7 @@ def check_dims(call: Call) -> None:
             raise MixedPositionsError(reason(call))
 
 
-def with_whole_slices(call: Call) -> Call:
+def with_whole_slices(call: TorchCall) -> TorchCall:
     """Return a call of global tensors for a call that takes all of a rank's rows.
 
     Example: for 4 of 8 positions on this rank, `x[:, :4]` is `x[:, :]`.

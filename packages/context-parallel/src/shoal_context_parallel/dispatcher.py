@@ -5,8 +5,9 @@
     ...                                  # the model makes DTensors of its queries, keys and values
     F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-The queries, keys and values of the last line are DTensors that are sharded along the sequence. Their
-shards have the positions of the layout with which `context_parallel_shard` has sharded the inputs.
+The queries, keys and values of the last line are DTensors that are sharded along the sequence.
+Their shards have the positions of the layout with which `context_parallel_shard` has sharded the
+inputs.
 
 May import: buffers, errors, parallel_attention, sequence_layout.
 """

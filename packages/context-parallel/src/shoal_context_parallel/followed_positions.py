@@ -38,8 +38,8 @@ from .calls_of_functions import (
     COPYING,
     LISTS,
     PLAIN,
-    Call,
     MixedPositionsError,
+    TorchCall,
     UnfollowedCallError,
     consumers,
     is_torchs,
@@ -99,7 +99,7 @@ class Note(TensorNote):
     spec: Spec | None
 
 
-class _Refusal(NamedTuple):
+class _MixingRefusal(NamedTuple):
     """The decision that a function mixes positions.
 
     Attributes:
@@ -111,18 +111,18 @@ class _Refusal(NamedTuple):
     on_all_ranks: bool = True
 
 
-_Decision = tuple[Note | None, ...] | _Refusal
+_Decision = tuple[Note | None, ...] | _MixingRefusal
 WAY_OUT = (
     "For attention call F.scaled_dot_product_attention or context_parallel_attention. Otherwise "
-    "compute it before the block and pass the result (positions, shifted labels, a table) as one of "
-    "the buffers, gather the positions of all ranks with context_parallel_unshard, or reduce over the "
-    "ranks with shoal_mesh.differentiable.all_reduce"
+    "compute it before the block and pass the result (positions, shifted labels, a table) as one "
+    "of the buffers, gather the positions of all ranks with context_parallel_unshard, or reduce "
+    "over the ranks with shoal_mesh.differentiable.all_reduce"
 )
 
 
 _COUNTED = (
-    "one of its arguments counts from 0 on every rank, by arange(n) or table[:n] of this rank's number "
-    "of positions, where it needs the positions of the sequence: layout.positions(rank), or "
+    "one of its arguments counts from 0 on every rank, by arange(n) or table[:n] of this rank's "
+    "number of positions, where it needs the positions of the sequence: layout.positions(rank), or "
     "arange(length) among the buffers"
 )
 
@@ -142,7 +142,8 @@ class FollowedPositions:
         self._layouts = CallLayouts(self._mesh, layout, self._counted)
         self._count = layout.sizes[rank]
         self._counting = Note(self, None)
-        # from an `arange(0, n)` that is right on rank 0, and would be right here as `arange(k, k + n)`
+        # from an `arange(0, n)` that is right on rank 0, and would be right here as `arange(k, k +
+        # n)`
         self._perhaps_counting = Note(self, None)
         self._is_first = rank == 0
         # one note for each layout, so that keys compare notes by identity
@@ -208,7 +209,7 @@ class FollowedPositions:
             return
         key.append(any(out.requires_grad for out in outs))
         decision = self._decision_of(tuple(key), args, kwargs, outs)
-        if isinstance(decision, _Refusal):
+        if isinstance(decision, _MixingRefusal):
             error = _error_of(func, decision)
             if decision.on_all_ranks:
                 raise error
@@ -259,7 +260,7 @@ class FollowedPositions:
                 return self._counting
         return None
 
-    def _still_counts(self, call: Call, outs: Sequence[Tensor]) -> _Decision:
+    def _still_counts(self, call: TorchCall, outs: Sequence[Tensor]) -> _Decision:
         """Return the notes of results of a function of tensors that count positions.
 
         A sum with another number may be a position of the sequence, and rows that are taken by
@@ -339,7 +340,7 @@ class FollowedPositions:
         outs: Sequence[Tensor],
     ) -> _Decision:
         given, named = pytree.tree_map(self._layout_of, (tuple(args), dict(kwargs)))
-        call = Call(name, func, given, named)
+        call = TorchCall(name, func, given, named)
         # DTensors and tensors of other classes have their own rules.
         tensors = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
         if not is_torchs(func) or any(type(tensor) not in PLAIN for tensor in tensors):
@@ -358,20 +359,20 @@ class FollowedPositions:
         except (UnfollowedCallError, UnknownReshapeError):
             return ()
         except TornPositionsError:
-            return _Refusal(
-                f"its result of local shape {tuple(outs[0].shape)} would have rows with positions of "
-                f"several ranges or batch rows, because this rank's {self._count} of "
+            return _MixingRefusal(
+                f"its result of local shape {tuple(outs[0].shape)} would have rows with positions "
+                f"of several ranges or batch rows, because this rank's {self._count} of "
                 f"{self._layout.length} positions are not whole blocks of such rows"
             )
         except CountedPositionsError:
             is_certain = any(
                 getattr(leaf, _ATTRIBUTE, None) is self._counting for leaf in call.leaves
             )
-            return _Refusal(_COUNTED, on_all_ranks=is_certain)
+            return _MixingRefusal(_COUNTED, on_all_ranks=is_certain)
         except MixedPositionsError as error:
-            return _Refusal(str(error))
+            return _MixingRefusal(str(error))
 
-    def _after_numbers(self, call: Call, source: Spec, outs: Sequence[Tensor]) -> _Decision:
+    def _after_numbers(self, call: TorchCall, source: Spec, outs: Sequence[Tensor]) -> _Decision:
         """Decide about a function of numbers, such as losses, of which each rank has its own part.
 
         Example: `sigmoid` of a sum over positions is refused if a gradient flows through it. A
@@ -382,7 +383,7 @@ class FollowedPositions:
             try:
                 self._layouts.after(call, outs)
             except MixedPositionsError as error:
-                return _Refusal(f"{error} (for a report, take it of x.detach())")
+                return _MixingRefusal(f"{error} (for a report, take it of x.detach())")
             except UnfollowedCallError:
                 return ()
         return self._like(source, outs)
@@ -429,7 +430,7 @@ def followed_positions(
     return FollowedPositions(layout, rank)
 
 
-def _error_of(func: Any, refusal: _Refusal) -> UnsupportedAttentionError:
+def _error_of(func: Any, refusal: _MixingRefusal) -> UnsupportedAttentionError:
     """Return the error of a refused call, with the line of the program."""
     # imported here, because few programs use the type checker
     from shoal_dtensor.internal import spmd

@@ -33,7 +33,6 @@ from ..layout.placements import Placement, Replicate, Shard, StridedShard
 from ..layout.spec import Spec
 from ..layout.tensor_meta import flatten
 from ..tensor.dtensor import DTensor
-from .shadow_calls import run_without_memory
 
 _ATTRIBUTE = "_shoal_layout"
 AnyShard = Shard | StridedShard
@@ -226,6 +225,9 @@ def _run_on_specs(
 
     The tensors `outs` must be this rank's shards of these results.
     """
+    # Imported here, because only the first call of a function with these layouts needs it.
+    from .shadow_calls import run_without_memory
+
     inputs = specs_in((args, kwargs))
     try:
         results: list[Any] = run_without_memory(inputs[0].mesh, function, args, kwargs)

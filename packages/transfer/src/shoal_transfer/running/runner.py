@@ -42,7 +42,7 @@ class _MessageKey(NamedTuple):
     place: int
 
 
-class _Report(NamedTuple):
+class _RunnerReport(NamedTuple):
     """The facts about a run that one member sends to all members.
 
     Attributes:
@@ -116,8 +116,9 @@ class Runner:
                 place = _place_of(number, index)
                 flats = self._pack(exchange, step.dtype)
                 # After the last exchange is packed, all elements of the source are in buffers. But
-                # if targets overlap, the comparison at the end reads the source again. In this case,
-                # and if the last step has no exchange, the caller of `run` finishes the reading.
+                # if targets overlap, the comparison at the end reads the source again. In this
+                # case, and if the last step has no exchange, the caller of `run` finishes the
+                # reading.
                 is_last = step is steps[-1] and exchange is step.exchanges[-1]
                 if is_last and not targets_overlap:
                     self.finish_reading()
@@ -132,7 +133,7 @@ class Runner:
         if self._digests:
             overwritten = _overwritten(steps) if targets_overlap else []
             arrived = self._digests_in_memory(steps)
-            self._compare_digests(steps, _Report(sent, arrived, overwritten))
+            self._compare_digests(steps, _RunnerReport(sent, arrived, overwritten))
         return counts
 
     def _pack(self, exchange: Exchange, dtype: torch.dtype) -> list[Tensor]:
@@ -167,8 +168,8 @@ class Runner:
     ) -> None:
         """Send all elements."""
         device = _device_of(exchange)
-        # Both lists begin with the same empty message for each member: nothing is written to it. The
-        # messages of this exchange replace some of them below.
+        # Both lists begin with the same empty message for each member: nothing is written to it.
+        # The messages of this exchange replace some of them below.
         sends = [torch.empty(0, dtype=dtype, device=device) for _ in range(self._wire.size)]
         receives = list(sends)
         for outgoing, flat in zip(exchange.outgoing, flats, strict=True):
@@ -237,9 +238,9 @@ class Runner:
         buffer = self._buffers[key][:nbytes].view(dtype)
         return list(torch.split(buffer, sizes))
 
-    def _compare_digests(self, steps: list[ProgramStep], own_report: _Report) -> None:
+    def _compare_digests(self, steps: list[ProgramStep], own_report: _RunnerReport) -> None:
         """Raise on all ranks if some message arrived with another digest, or was overwritten."""
-        reports: list[_Report] = self._wire.gather(own_report)
+        reports: list[_RunnerReport] = self._wire.gather(own_report)
         for member, report in enumerate(reports):
             if report.overwritten:
                 raise TransferError(

@@ -1,0 +1,44 @@
+"""Covers: dispatch/function_routes.py: replacements of torch functions of DTensors by a package above."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from shoal_dtensor import DTensor, Shard, distribute_tensor
+from shoal_dtensor.dispatch.function_routes import FUNCTION_ROUTES, run_function
+from shoal_mesh import init_device_mesh
+from shoal_mesh.testing import fake_world
+
+
+def test_a_replacement_gets_the_arguments_of_calls_with_dtensors_until_it_is_removed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    received: list[Any] = []
+
+    def negate_relu(*args: Any, **kwargs: Any) -> Any:
+        received.append((args, kwargs))
+        return -run_function(functional.relu, (DTensor,), args, kwargs)
+
+    with fake_world(2):
+        x = distribute_tensor(torch.arange(-2.0, 2.0), init_device_mesh("cpu", (2,)), [Shard(0)])
+        plain = torch.tensor([-1.0, 3.0])
+        monkeypatch.setitem(FUNCTION_ROUTES, functional.relu, negate_relu)
+        replaced: Any = functional.relu(x, inplace=False)
+        assert functional.relu(plain).tolist() == [0.0, 3.0]
+        other: Tensor = torch.abs(x)
+        monkeypatch.delitem(FUNCTION_ROUTES, functional.relu)
+        unreplaced: Any = functional.relu(x)
+
+    ((args, kwargs),) = received
+    assert args[0] is x
+    assert kwargs == {"inplace": False}
+    assert isinstance(replaced, DTensor)
+    assert replaced.to_local().tolist() == [0.0, 0.0]
+    assert isinstance(other, DTensor)
+    assert isinstance(unreplaced, DTensor)
+    assert unreplaced.placements == (Shard(0),)
