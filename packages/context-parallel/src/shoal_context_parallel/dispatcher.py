@@ -139,6 +139,10 @@ def disable_context_parallel_dispatcher() -> None:
     """Undo `enable_context_parallel_dispatcher`, and forget the layouts of sharded inputs.
 
     Process groups of the axes can be freed then.
+
+    Example:
+        >>> enable_context_parallel_dispatcher()
+        >>> disable_context_parallel_dispatcher()
     """
     FUNCTION_ROUTES.pop(functional.scaled_dot_product_attention, None)
     _attention.clear()
