@@ -151,6 +151,10 @@ def test_layouts_that_are_not_known_are_refused() -> None:
         replicated = DTensor.from_local(torch.randn(1, 2, 8, 4), mesh, [Replicate()])
         with pytest.raises(LayoutError, match="must be DTensors of one layout"):
             attend(q, replicated, replicated)
+        # The same placements on another mesh were taken for one layout.
+        _, k_of_other, v_of_other = as_dtensors(torch.randn(3, 1, 2, 4, 4), other)
+        with pytest.raises(LayoutError, match="must be DTensors of one layout"):
+            attend(q, k_of_other, v_of_other)
         context_parallel_shard(mesh, [torch.arange(12)], [0])
         with pytest.raises(LayoutError, match="this rank holds 6 positions, but got 4 queries"):
             attend(q, k, v)

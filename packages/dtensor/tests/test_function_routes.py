@@ -1,23 +1,24 @@
-"""Covers: dispatch/function_routes.py: replacements of torch functions of DTensors by a package above."""
+"""Covers: tensor/function_routes.py: replacements of torch functions of DTensors by a package above."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from shoal_dtensor import DTensor, Shard, distribute_tensor
-from shoal_dtensor.dispatch.function_routes import FUNCTION_ROUTES, run_function
+from shoal_dtensor.tensor.function_routes import (
+    replace_function,
+    restore_function,
+    run_function,
+)
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import fake_world
 
 
-def test_a_replacement_gets_the_arguments_of_calls_with_dtensors_until_it_is_removed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_replacement_gets_the_arguments_of_calls_with_dtensors_until_it_is_removed() -> None:
     received: list[Any] = []
 
     def negate_relu(*args: Any, **kwargs: Any) -> Any:
@@ -27,11 +28,13 @@ def test_a_replacement_gets_the_arguments_of_calls_with_dtensors_until_it_is_rem
     with fake_world(2):
         x = distribute_tensor(torch.arange(-2.0, 2.0), init_device_mesh("cpu", (2,)), [Shard(0)])
         plain = torch.tensor([-1.0, 3.0])
-        monkeypatch.setitem(FUNCTION_ROUTES, functional.relu, negate_relu)
-        replaced: Any = functional.relu(x, inplace=False)
-        assert functional.relu(plain).tolist() == [0.0, 3.0]
-        other: Tensor = torch.abs(x)
-        monkeypatch.delitem(FUNCTION_ROUTES, functional.relu)
+        replace_function(functional.relu, negate_relu)
+        try:
+            replaced: Any = functional.relu(x, inplace=False)
+            assert functional.relu(plain).tolist() == [0.0, 3.0]
+            other: Tensor = torch.abs(x)
+        finally:
+            restore_function(functional.relu)
         unreplaced: Any = functional.relu(x)
 
     ((args, kwargs),) = received

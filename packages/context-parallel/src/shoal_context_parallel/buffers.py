@@ -523,7 +523,7 @@ class RoutedAttention(ReplacedAttention):
         """
         specs = [x.spec if isinstance(x, DTensor) else None for x in tensors]
         first = specs[0]
-        if first is None or isinstance(attn_mask, DTensor) or not _are_alike(specs):
+        if first is None or isinstance(attn_mask, DTensor) or not are_alike(specs):
             got = ", ".join("a plain tensor" if spec is None else str(spec) for spec in specs)
             raise LayoutError(
                 "attention of a sharded sequence: query, key and value must be all plain tensors "
@@ -552,7 +552,7 @@ class RoutedAttention(ReplacedAttention):
         return options
 
 
-def _are_alike(specs: Sequence[Spec | None]) -> bool:
+def are_alike(specs: Sequence[Spec | None]) -> bool:
     """Tell whether all tensors are DTensors with the same placements on the same mesh."""
     layouts = set()
     for spec in specs:

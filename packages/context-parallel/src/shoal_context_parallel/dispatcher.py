@@ -23,10 +23,23 @@ from torch.nn import functional
 
 from shoal_dtensor import DTensor, Shard, Spec
 from shoal_dtensor.errors import LayoutError, LayoutTypeError
-from shoal_dtensor.internal import FUNCTION_ROUTES, check_device_mesh, pytree, run_function
+from shoal_dtensor.internal import (
+    check_device_mesh,
+    pytree,
+    replace_function,
+    restore_function,
+    run_function,
+)
 from shoal_mesh import DeviceMesh
 
-from .buffers import RoutedAttention, default_method, keeps_positions, local_shard, wrap_like
+from .buffers import (
+    RoutedAttention,
+    are_alike,
+    default_method,
+    keeps_positions,
+    local_shard,
+    wrap_like,
+)
 from .errors import UnsupportedAttentionError
 from .parallel_attention import ContextOptions, axis_of
 from .sequence_layout import SequenceLayout
@@ -132,7 +145,7 @@ def enable_context_parallel_dispatcher() -> None:
         >>> enable_context_parallel_dispatcher()
         >>> disable_context_parallel_dispatcher()
     """
-    FUNCTION_ROUTES[functional.scaled_dot_product_attention] = _attend
+    replace_function(functional.scaled_dot_product_attention, _attend)
 
 
 def disable_context_parallel_dispatcher() -> None:
@@ -144,7 +157,7 @@ def disable_context_parallel_dispatcher() -> None:
         >>> enable_context_parallel_dispatcher()
         >>> disable_context_parallel_dispatcher()
     """
-    FUNCTION_ROUTES.pop(functional.scaled_dot_product_attention, None)
+    restore_function(functional.scaled_dot_product_attention)
     _attention.clear()
 
 
@@ -178,9 +191,8 @@ def _attend(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
     spec: Spec = query.spec
     placements = [*spec.placements]
     del placements[axis.place]
-    are_alike = all(one is not None and one.placements == spec.placements for one in specs)
     keep = all(keeps_positions(spec, placement, len(spec.shape) - 2) for placement in placements)
-    if not are_alike or not keep:
+    if not are_alike(specs) or not keep:
         raise LayoutError(
             "attention of a sharded sequence: query, key and value must be DTensors of one layout, "
             "and on other axes replicated or sharded by batch or heads; got "

@@ -42,7 +42,6 @@ from ._torch.tensors import (
 from .api.constructors import distributed_by
 from .argument_types import check_device_mesh, check_types, submodule_of
 from .crossings import Crossings, install_crossings, nodes_below
-from .dispatch.function_routes import FUNCTION_ROUTES, run_function
 from .dispatch.observed_calls import CallObserver, dispatch_observed
 from .host_memory import device_of_numbers, download, upload, upload_packed
 from .layout.boxes import (
@@ -103,6 +102,7 @@ from .scopes import context_scope, open_blocks, replicas_are_compared
 from .spmd.first_check import on_first_check, types_unchecked
 from .tensor.autograd import FromLocal
 from .tensor.dtensor import local_shard
+from .tensor.function_routes import replace_function, restore_function, run_function
 from .tensor.gradients import (
     GradRoute,
     first_order_only,

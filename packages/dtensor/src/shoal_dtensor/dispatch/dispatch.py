@@ -35,7 +35,6 @@ from ..redistribute.execution.execute import run_cached, write_back
 from ..scopes import Scope, context_scope, current, entered, open_blocks, watch_operation
 from .argument_readers import Readers, read_keywords, readers_of
 from .composites import BY_STRIDES, check_strided, groups_by_mesh, run_in_groups
-from .function_routes import FUNCTION_ROUTES, route_function
 from .global_call import mesh_of, replicated_spec, run_probe, specs_of
 from .plain_tensors import (
     OF_SHAPES,
@@ -105,8 +104,6 @@ class MarkWhileWatched:
     """
 
     def __get__(self, tensor: object, cls: type | None = None) -> Any:
-        if FUNCTION_ROUTES:
-            return route_function
         return mark_outermost if dispatch_modes() else disabled_torch_function
 
 
