@@ -1,4 +1,4 @@
-"""Covers: followed_positions.py, call_layouts.py, calls_of_functions.py, sequence_dims.py."""
+"""Covers: positions/."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from shoal_context_parallel import (
     UnsupportedAttentionError,
     context_parallel,
 )
-from shoal_context_parallel.followed_positions import FollowedPositions, followed_positions
+from shoal_context_parallel.positions.followed_positions import (
+    FollowedPositions,
+    followed_positions,
+)
 from shoal_mesh import all_reduce, init_device_mesh
 from shoal_mesh.testing import all_ranks, fake_world, on_ranks
 
@@ -76,14 +79,16 @@ def test_positions_alone_are_computed_as_on_one_device(case: str, layout: str) -
                 torch.testing.assert_close(all_reduce(got, (mesh, 0)), wanted)
 
 
-def run_in_blocks(*programs: Program, length: int = LENGTH) -> None:
-    """Run programs after the same functions, each in a block of its own, on one of two ranks."""
+def run_in_blocks(*programs: Program, length: int = LENGTH) -> list[Tensor]:
+    """Run programs, each in a block of its own, on one of two ranks; return their results."""
+    results = []
     with fake_world(2):
         mesh = init_device_mesh("cpu", (2,))
         for program in programs:
             given = Inputs.sample(length)
             with context_parallel(mesh, buffers=given.buffers, buffer_seq_dims=given.dims):
-                program(given)
+                results.append(program(given))
+    return results
 
 
 def test_equal_functions_of_different_dims_are_told_apart() -> None:
@@ -225,7 +230,8 @@ def test_collectives_of_the_program_end_what_is_followed() -> None:
         return given.x - mean / 2 + whole
 
     # also where the functions are those of an earlier block
-    run_in_blocks(reduced_statistics, reduced_statistics)
+    first, second = run_in_blocks(reduced_statistics, reduced_statistics)
+    assert first.shape == second.shape == (BATCH, LENGTH // 2, WIDTH)
 
 
 def test_buffers_are_not_followed_after_their_block() -> None:
@@ -235,7 +241,8 @@ def test_buffers_are_not_followed_after_their_block() -> None:
         with context_parallel(mesh, buffers=given.buffers, buffer_seq_dims=given.dims):
             pass
         with context_parallel(mesh, buffers=given.buffers[:1], buffer_seq_dims=[1]):
-            given.positions.cumsum(0)
+            sums = given.positions.cumsum(0)
+    assert sums.tolist() == torch.arange(LENGTH).cumsum(0).tolist()
 
 
 def test_copies_and_files_of_followed_tensors() -> None:
@@ -246,4 +253,5 @@ def test_copies_and_files_of_followed_tensors() -> None:
         loaded: Tensor = torch.load(file)
         return copy.deepcopy(given.x).cumsum(1) + loaded.cumsum(1)
 
-    run_in_blocks(copied)
+    (result,) = run_in_blocks(copied)
+    assert result.shape == (BATCH, LENGTH // 2, WIDTH)

@@ -4,7 +4,7 @@ Inside the block a buffer has this rank's positions of the sequence, and `Routed
 attention: queries at these positions see the keys of all ranks. When the block ends, the buffers
 get their old contents.
 
-May import: errors, followed_positions, interceptions, parallel_attention, position_mask,
+May import: errors, interceptions, parallel_attention, position_mask, positions,
 sequence_layout.
 """
 
@@ -38,7 +38,6 @@ from shoal_mesh import DeviceMesh, all_gather, all_gather_v
 from shoal_mesh.internal import require_each
 
 from .errors import UnsupportedAttentionError
-from .followed_positions import UNFOLLOWED_RESULTS, FollowedPositions, followed_positions
 from .interceptions import Interceptions
 from .parallel_attention import (
     QKV,
@@ -49,6 +48,7 @@ from .parallel_attention import (
     sharded_attention,
 )
 from .position_mask import PositionMask
+from .positions.followed_positions import UNFOLLOWED_RESULTS, FollowedPositions, followed_positions
 from .sequence_layout import AttentionMask, Documents, SequenceLayout
 
 # Functions of torch that carry a state along a dim of their first argument.

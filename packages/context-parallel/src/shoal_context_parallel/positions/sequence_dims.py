@@ -3,8 +3,6 @@
 A layout is a `Spec` on the mesh of the block. The dim with positions is `Shard(dim, sizes)`, or a
 `StridedShard` if a reshape has folded the dim before it into it. The order of positions is that of
 the ranks: which positions a rank holds does not matter here, with one exception (`is_whole`).
-
-May import: sequence_layout.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import torch
 from shoal_dtensor import Placement, Shard, Spec, StridedShard
 from shoal_mesh import DeviceMesh
 
-from .sequence_layout import SequenceLayout
+from ..sequence_layout import SequenceLayout
 
 
 class TornPositionsError(Exception):

@@ -11,8 +11,7 @@ Three kinds of tensors are followed: shards of the sequence, sums over positions
 taken for replicated where their shapes allow it, otherwise for shards. Decisions depend on layouts
 and shapes, so they are the same on all ranks.
 
-May import: call_layouts, calls_of_functions, errors, sequence_dims,
-sequence_layout.
+May import: call_layouts, calls_of_functions, sequence_dims.
 """
 
 from __future__ import annotations
@@ -32,6 +31,8 @@ from shoal_dtensor.errors import StyleError
 from shoal_dtensor.internal import TensorNote, draws, pytree, unwatched_functions
 from shoal_mesh import abstract_mesh
 
+from ..errors import UnsupportedAttentionError
+from ..sequence_layout import SequenceLayout
 from .call_layouts import CallLayouts, CountedPositionsError
 from .calls_of_functions import (
     BY_INDEX,
@@ -47,14 +48,12 @@ from .calls_of_functions import (
     takes_local_rows,
     takes_whole_blocks,
 )
-from .errors import UnsupportedAttentionError
 from .sequence_dims import (
     SequenceDim,
     TornPositionsError,
     UnknownReshapeError,
     sequence_dim,
 )
-from .sequence_layout import SequenceLayout
 
 _ATTRIBUTE = "_shoal_positions"
 _MOST_DECISIONS = 4096
@@ -435,7 +434,7 @@ def _error_of(func: Any, refusal: _MixingRefusal) -> UnsupportedAttentionError:
     # imported here, because few programs use the type checker
     from shoal_dtensor.internal import spmd
 
-    spmd.hide_frames_of(str(Path(__file__).parent))
+    spmd.hide_frames_of(str(Path(__file__).parents[1]))
     return UnsupportedAttentionError(
         f"{spmd.user_line()}: {_name_of(func)} inside of context parallelism: {refusal.reason}. "
         f"{WAY_OUT}"

@@ -1,6 +1,6 @@
 """`CallLayouts`: the layouts of a call's results, by dispatch on DTensors without memory.
 
-May import: calls_of_functions, sequence_dims, sequence_layout.
+May import: calls_of_functions, sequence_dims.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from shoal_dtensor.errors import CommunicationForbiddenError
 from shoal_dtensor.internal import pytree, run_without_memory
 from shoal_mesh import DeviceMesh
 
+from ..sequence_layout import SequenceLayout
 from .calls_of_functions import (
     EXPANDING,
     PLAIN,
@@ -35,7 +36,6 @@ from .calls_of_functions import (
     with_whole_slices,
 )
 from .sequence_dims import SequenceDim, expanded, holds_blocks, reshaped, sequence_dim
-from .sequence_layout import SequenceLayout
 
 # For a tensor without a note, the layouts that are tried where it does not fit as replicated.
 _MOST_GUESSES = 16

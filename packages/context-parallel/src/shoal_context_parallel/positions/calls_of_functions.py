@@ -3,7 +3,7 @@
 Most functions need no entry here, because the rules of operators say what they do. The tables name
 functions whose arguments or results are a rank's own: sizes, indices and places.
 
-May import: sequence_dims, sequence_layout.
+May import: sequence_dims.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch.nn import Parameter
 from shoal_dtensor import Spec
 from shoal_dtensor.internal import pytree
 
+from ..sequence_layout import SequenceLayout
 from .sequence_dims import is_whole, sequence_dim
-from .sequence_layout import SequenceLayout
 
 LISTS = (list, tuple)
 PLAIN = (Tensor, Parameter)
