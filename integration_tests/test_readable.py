@@ -20,6 +20,10 @@ REFUSED = {
         "a name or a loop for the expression inside of this comprehension",
     ),
     "comment behind code": (f"a = 1  # {'long ' * 9}", "the comment above this line"),
+    "comment that is read as a type": (
+        "# its\n# type: a subclass\na = 1",
+        'another first word than "type:" in this line of a comment',
+    ),
     "fifth positional argument": (
         "def f(a, b, c, d, e): ...\nf(1, 2, 3, 4, 5)",
         "keywords for the arguments of f after the fourth",

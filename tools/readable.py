@@ -6,6 +6,7 @@ The rules, each for a construct that `tools/density.py` counts:
 - a conditional expression stands in no tuple, subscript or other conditional expression;
 - a comprehension holds no other comprehension and no lambda;
 - a comment of more than 40 characters stands on its own line, above the code;
+- no line of a comment begins with "type:", which parsers (Sphinx's too) read as a type;
 - a call of a function or class of these folders has at most four positional arguments;
 - no parameter or result is a tuple of three or more parts: a NamedTuple or a dataclass has names
   for them. A tuple that is only compared, such as a key, is annotated `tuple[object, ...]`,
@@ -47,6 +48,7 @@ METHODS_OF_PICKLERS = {"reducer_override"}
 TO_BE_REPLACED = {"random_layouts"}
 # A comment that a tool reads stands where the tool looks for it, with its reason behind it.
 FOR_TOOLS = re.compile(r"#\s*(type:|noqa|fmt:|pragma)")
+READ_AS_TYPE = re.compile(r"#\s*type:")
 
 Finding = tuple[int, str]
 
@@ -88,11 +90,15 @@ def find_comprehensions(nodes: list[ast.AST]) -> Iterator[Finding]:
 
 
 def find_comments(text: str) -> Iterator[Finding]:
-    """Find long comments behind code."""
+    """Find long comments behind code, and lines of prose that parsers read as types."""
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type != tokenize.COMMENT or FOR_TOOLS.match(token.string):
+        if token.type != tokenize.COMMENT:
             continue
         is_trailing = bool(token.line[: token.start[1]].strip())
+        if not is_trailing and READ_AS_TYPE.match(token.string):
+            yield token.start[0], 'another first word than "type:" in this line of a comment'
+        if FOR_TOOLS.match(token.string):
+            continue
         if is_trailing and len(token.string) > LONGEST_TRAILING + len("# "):
             yield token.start[0], "the comment above this line"
 

@@ -43,8 +43,8 @@ from ..sharding.module_sharding import (
 )
 from .style import DeclaredStyle, check_forward, unsupported
 
-# For each type of module the forward that the style puts in its place, on local shards. By exact
-# type: a subclass may compute with several tokens together.
+# For each type of module the forward that the style puts in its place, on local shards. Subclasses
+# are not looked up: they may compute with several tokens together.
 _LOWERINGS: dict[type[nn.Module], type[Lowered]] = {
     **dict.fromkeys(TOKENWISE, Tokenwise),
     **dict.fromkeys(RECURRENT, Recurrent),
