@@ -65,6 +65,8 @@ def require_tensor(tensor: object, taken: str) -> None:
         tensor: the argument.
         taken: the sentence of `require` that describes the allowed values.
     """
+    if type(tensor) is Tensor and tensor.layout is strided and not tensor.is_nested:
+        return
     # A DTensor of torch is a tensor too, but its values are those of another mesh.
     kinds = () if is_torch_dtensor(tensor) else Tensor
     require(tensor, kinds, taken, ArgumentTypeError)

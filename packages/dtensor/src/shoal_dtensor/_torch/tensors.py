@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.optim import Optimizer
-from torch.utils import _pytree
+from torch.utils import _python_dispatch, _pytree
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
@@ -123,6 +123,11 @@ at_end_of_backward: Callable[[Callable[[], None]], None] = (
 
 # Returns the number of active dispatch modes.
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+# The module whose flag `_is_in_torch_dispatch_mode` is True while a dispatch mode is entered. All
+# threads share the flag: it is True while any thread is in a mode, but two threads that leave
+# their modes in the order in which they entered them reset it too early.
+mode_flags = _python_dispatch
 
 
 def selectively_checkpointed() -> bool:

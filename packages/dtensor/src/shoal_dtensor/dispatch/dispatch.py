@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import repeat
 from typing import Any, NamedTuple
 from warnings import warn
 
@@ -23,7 +24,6 @@ from shoal_mesh import purpose
 from .._torch.compiling import never_compiled, raised_as_it_is, recorder
 from .._torch.operators import OpOverload, signature_of
 from .._torch.tensors import (
-    disabled_torch_function,
     dispatch_modes,
     in_inference_mode,
     wrap_local,
@@ -40,7 +40,6 @@ from .plain_tensors import (
     OF_SHAPES,
     Plain,
     check_recorded,
-    mark_outermost,
     verify_plain,
 )
 from .propagate import decide, rule_of
@@ -66,6 +65,8 @@ _LIST = ResultKind.LIST
 _NONE = ResultKind.NONE
 _VIEW = ResultKind.VIEW
 _VIEWS = ResultKind.VIEWS
+# the last argument of `wrap_local` for each tensor of a list
+_WITHOUT_GRADIENT = repeat(False)
 
 
 class _OpCache:
@@ -93,18 +94,6 @@ class _OpCache:
         if len(self.decisions) >= MAX_DECISIONS:
             del self.decisions[next(iter(self.decisions))]
         self.decisions[key] = decision
-
-
-class MarkWhileWatched:
-    """`__torch_function__` of a DTensor: marks the outermost torch function while a mode is active.
-
-    A mode holds references to the tensors that torch makes, and its frames separate these tensors
-    from the functions that made them. Without modes no function is marked, because marking takes
-    1.8 us a call, also for attributes.
-    """
-
-    def __get__(self, tensor: object, cls: type | None = None) -> Any:
-        return mark_outermost if dispatch_modes() else disabled_torch_function
 
 
 class _Call(NamedTuple):
@@ -173,7 +162,8 @@ def dispatch(  # noqa: C901, PLR0912  # see above
         if kwargs:
             local_kwargs = read_keywords(cache.keywords, kwargs, key, types)
         key = tuple(key)
-    if recorder():
+    # Counting the modes takes a third of the time of looking for a recorder among them.
+    if dispatch_modes() and recorder():
         tensors = flatten([*args, *kwargs.values()])
         shards = [tensor._local_tensor for tensor in tensors if isinstance(tensor, cls)]
         check_recorded(str(op), *shards)
@@ -198,10 +188,7 @@ def dispatch(  # noqa: C901, PLR0912  # see above
     if kind is _FIRST:
         return args[0]
     if kind is _LIST or (kind is _VIEWS and not in_inference_mode()):
-        wrapped: list[Any] = []
-        for shard in result:
-            wrapped.append(wrap_local(cls, shard, decision.outputs[len(wrapped)], False))
-        return wrapped
+        return [*map(wrap_local, repeat(cls), result, decision.outputs, _WITHOUT_GRADIENT)]
     bump_versions(decision.unreported_writes, args, kwargs)
     return _wrap(cls, result, decision, args, kwargs=kwargs)
 

@@ -14,8 +14,8 @@ from shoal_mesh.internal import require
 
 from .._torch.compiling import is_tracing, whole_when_compiled
 from .._torch.tensors import BASE, INTERCEPTED, apply, shares_memory, split, wrap_local
-from ..dispatch.dispatch import MarkWhileWatched, dispatch
-from ..dispatch.plain_tensors import check_recorded
+from ..dispatch.dispatch import dispatch
+from ..dispatch.plain_tensors import MarkWhileWatched, check_recorded
 from ..dispatch.results import local_of_copied_view
 from ..errors import ArgumentTypeError, PlacementError
 from ..layout.dim_sharding import ShardOrder

@@ -71,22 +71,22 @@ def target_spec(
         target_mesh = mesh if mesh.identity is not target_mesh.identity else target_mesh
     placements, shard_order = read_placements(target_mesh, placements, shard_order)
     if target_mesh is source.mesh:
-        return _target(source, None, None, (placements, shard_order))
-    identity = target_mesh.identity
-    return _target(source, target_mesh, identity, (placements, shard_order))
+        return _target(source, placements, shard_order)
+    # Equal meshes over other groups have other identities.
+    other_mesh = (target_mesh, target_mesh.identity)
+    return _target(source, placements, shard_order, other_mesh)
 
 
 @remembered(4096)
 def _target(
     source: Spec,
-    mesh: DeviceMesh | None,
-    _identity: object,
-    layout: tuple[tuple[Placement, ...], ShardOrder | None],
+    placements: tuple[Placement, ...],
+    shard_order: ShardOrder | None,
+    other_mesh: tuple[DeviceMesh, object] | None = None,
 ) -> Spec:
     """Return the requested spec; raise an error if an axis cannot become partial."""
-    placements, shard_order = layout
-    target_mesh = mesh or source.mesh
-    is_same_mesh = mesh is None or mesh == source.mesh
+    target_mesh = source.mesh if other_mesh is None else other_mesh[0]
+    is_same_mesh = target_mesh == source.mesh
     for axis, placement in enumerate(placements):
         if not isinstance(placement, Partial):
             continue
@@ -152,8 +152,17 @@ def global_spec(  # noqa: PLR0913  # the arguments of from_local
         shape = agreed.shape
         shard_order = agreed.shard_order
     assert assumes_even or shape is not None, "a rank outside the mesh needs the shape"
-    layout = (local.shape, local.stride(), local.dtype, shape, stride, shard_order)
-    facts = (mesh, mesh.identity, placements, *layout)
+    facts = (
+        mesh,
+        mesh.identity,
+        placements,
+        local.shape,
+        local.stride(),
+        local.dtype,
+        shape,
+        stride,
+        shard_order,
+    )
     try:
         spec = _spec_of_shard(*facts)
     except TypeError as error:
