@@ -16,7 +16,14 @@ import torch.distributed as dist
 from sharded_modules import FULL as WEIGHT, save_model
 from sharding_cases import FULL, bricks, chunk, sharded
 from shoal_mesh.testing import observed, on_ranks, rank_pool
-from shoal_shard_api import ChunkShardingSpec, ShardedTensor, narrow_tensor, zeros
+from shoal_shard_api import (
+    ChunkShardingSpec,
+    EnumerableShardingSpec,
+    ShardedTensor,
+    ShardMetadata,
+    narrow_tensor,
+    zeros,
+)
 from shoal_shard_api.errors import (
     CheckpointError,
     LocalShardError,
@@ -164,6 +171,21 @@ def test_to_another_type() -> None:
     assert torch.zeros(1).type_as(half).dtype == torch.float16
     assert tensor.to(half).dtype == torch.float16
     assert tensor.to(torch.float32, copy=True) is not tensor
+
+
+@on_ranks(2)
+def test_a_move_to_the_device_of_one_rank_is_a_move_of_the_tensor_on_all_ranks() -> None:
+    spec = EnumerableShardingSpec(
+        [
+            ShardMetadata([0, 0], [3, 5], "rank:0/meta"),
+            ShardMetadata([3, 0], [3, 5], "rank:1/cpu"),
+        ]
+    )
+    moved = zeros(spec, 6, 5).to("meta")
+    placements = [str(shard.placement) for shard in moved.metadata().shards_metadata]
+    assert placements == ["rank:0/meta", "rank:1/meta"]
+    assert moved.to("meta") is moved
+    assert moved.to(torch.float32) is moved
 
 
 def load_with_torch(where: str) -> None:

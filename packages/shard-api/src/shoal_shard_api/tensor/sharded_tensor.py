@@ -45,7 +45,7 @@ from ..ranks.process_groups import (
 from ..ranks.reshard import collect, gather, move
 from ..spec.metadata import ShardedTensorMetadata, ShardMetadata
 from ..spec.specs import ShardingSpec
-from .shard import Shard, checked_metadata, move_to_placements
+from .shard import Shard, checked_metadata, device_of, move_to_placements
 from .sharded_tensor_base import ShardedTensorConstructors, load_pickled
 
 
@@ -317,27 +317,51 @@ class ShardedTensor(ShardedTensorConstructors):
             local_args.append(argument._local_tensors[0] if is_sharded else argument)
         old_tensors = self._local_tensors
         local_tensors = [local.to(*local_args, **kwargs) for local in old_tensors]
-        pairs = zip(local_tensors, old_tensors, strict=True)
-        if group is None and all(new is old for new, old in pairs):
-            return self
-        spec: ShardingSpec | None = self._sharding_spec
-        metadata = self._metadata
         first = local_tensors[0]
-        if first.device != old_tensors[0].device:
-            # `_wrap` infers the new spec from the metadata.
-            spec = None
+        target = local_args[0] if local_args else kwargs.get("device", kwargs.get("other"))
+        metadata = self._metadata
+        if self._may_move(target, first.device):
             metadata = self._metadata_on(first.device)
+        has_moved = metadata is not self._metadata
+        pairs = zip(local_tensors, old_tensors, strict=True)
+        if group is None and not has_moved and all(new is old for new, old in pairs):
+            return self
+        # `_wrap` infers the spec of a tensor that has moved from its metadata.
+        spec = None if has_moved else self._sharding_spec
         properties = replace(metadata.tensor_properties, dtype=first.dtype)
         metadata = replace(metadata, tensor_properties=properties)
         group = resolve(group) if group else self._process_group
         return self._wrap(spec, metadata, local_tensors, group)
 
+    def _may_move(self, target: Any, device: torch.device) -> bool:
+        """Tell whether ``to(target)`` may move a shard of any rank; the same on all ranks.
+
+        Args:
+            target: The first argument of ``to``: a device, a tensor, a dtype or None.
+            device: The device of this rank's shards after ``to``.
+        """
+        if not isinstance(target, torch.device | str | int | torch.Tensor):
+            return False
+        # The own shards do not decide: cuda:0 is the device of rank 0, and a new one for rank 1.
+        # Only on the CPU, which has one device, do the placements show that no rank moves.
+        device_types = {device_of(shard).type for shard in self._metadata.shards_metadata}
+        return {device.type, *device_types} != {"cpu"}
+
     def _metadata_on(self, device: torch.device) -> ShardedTensorMetadata:
-        """Return the metadata after a move of this rank's shards to a device; all ranks call it."""
+        """Return the metadata after a move of this rank's shards to a device; all ranks call it.
+
+        If no rank has moved, return the metadata of this tensor.
+        """
         group = self._process_group
+        # A rank may have shards on several devices, of which some move.
+        is_moved = any(local.device != device for local in self._local_tensors)
         # All ranks must move to one type of device. The devices themselves may differ: `agree_on`
         # exchanges a value whose name begins with "~", and does not compare it.
-        reports = agree_on(group, lambda: {"device type": device.type, "~device": device})
+        reports = agree_on(
+            group, lambda: {"device type": device.type, "~device": device, "~moved": is_moved}
+        )
+        if not any(report["~moved"] for report in reports):
+            return self._metadata
         devices = [report["~device"] for report in reports]
         device_of_rank = dict(zip(members(group), devices, strict=True))
         shards = []
