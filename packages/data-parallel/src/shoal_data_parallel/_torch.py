@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,11 @@ def outside_transforms() -> Iterator[None]:
     """Open a block in which no transform and no recorder sees operators."""
     with temporarily_clear_interpreter_stack(), _disable_current_modes():
         yield
+
+
+def unseen_by_transforms() -> AbstractContextManager[object]:
+    """Return `outside_transforms()` if a transform or a recorder runs, and an empty block if not."""
+    return outside_transforms() if in_transform() else nullcontext()
 
 
 def run_when_ready(node: Any) -> None:

@@ -40,6 +40,7 @@ from .._torch import (
     outer_saved_tensors_hooks,
     outside_transforms,
     run_when_ready,
+    unseen_by_transforms,
 )
 from ..gradients.equal_rows import warn_of_equal_rows
 from ..parameters.gathered_types import declare_whole
@@ -238,8 +239,9 @@ def _begin(unit: Unit) -> Forward:
         schedule.begin_forward(unit)
         schedule.wait_for_optimizer()
         if unit is schedule.units[0]:
-            for one in schedule.units:
-                one.start_to_update_replicas()
+            with unseen_by_transforms():
+                for one in schedule.units:
+                    one.start_to_update_replicas()
     forward = enter(unit)
     forward.units = schedule.units
     if recomputing:
@@ -251,9 +253,12 @@ def _begin(unit: Unit) -> Forward:
     following = unit.settings.prefetch_in_forward
     if following is None:
         following = schedule.next_last_time(unit)
-    for other in following:
-        for peer in other.peers:
-            peer.gather_ahead()
+    # A transform of torch.func may run this forward. Tensors that are made inside of it belong to
+    # it, and the next unit keeps them.
+    with unseen_by_transforms():
+        for other in following:
+            for peer in other.peers:
+                peer.gather_ahead()
     return forward
 
 
