@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from shoal_mesh import (
     CollectiveError,
     Comm,
     DeviceMesh,
+    all_gather,
     all_reduce,
+    all_to_all,
+    broadcast,
     differentiable,
     differentiable as d,
+    gather,
     init_device_mesh,
+    permute,
+    reduce_scatter,
 )
+from shoal_mesh.collectives.blocks import all_to_all_blocks
+from shoal_mesh.internal import start_packed
 from shoal_mesh.testing import fake_world, on_ranks
 
 SIZES = (3, 0, 2, 1)
@@ -106,3 +117,45 @@ def test_gradients_trace() -> None:
     torch.compile(program, backend="aot_eager", fullgraph=True)(x).backward()  # type: ignore[no-untyped-call]  # torch has no types here
     assert x.grad is not None
     assert x.grad.tolist() == [6.0] * 4
+
+
+PLAIN: dict[str, Callable[[Tensor, Comm], Any]] = {
+    "all_reduce": all_reduce,
+    "all_gather": all_gather,
+    "reduce_scatter": reduce_scatter,
+    "all_to_all": lambda x, comm: all_to_all(x, comm, 0, 0),
+    "broadcast": broadcast,
+    "permute": lambda x, comm: permute(x, comm, [1, 0]),
+    "gather": gather,
+    "packed": lambda x, comm: start_packed(
+        "all_reduce", [torch.ones(4), x], comm, (), "sum"
+    ).wait(),
+    "blocks": lambda x, comm: all_to_all_blocks([[x], [x]], comm, [[x.clone()], [x.clone()]]),
+    "differentiable": d.all_reduce,
+}
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Any]], object]] = {
+    "grad": lambda f: torch.func.grad(lambda x: f(x * 1).sum())(torch.ones(4)),
+    "vmap": lambda f: torch.func.vmap(f)(torch.ones(2, 4)),
+    "jvp": lambda f: torch.func.jvp(f, (torch.ones(4),), (torch.ones(4),)),
+    "tangent": lambda f: f(forward_ad.make_dual(torch.ones(4), torch.ones(4))),  # type: ignore[no-untyped-call]  # torch has no types here
+}
+
+
+# of torch.jit, which forward-mode AD imports
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:`torch.jit:FutureWarning")
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("name", PLAIN)
+@on_ranks(2)
+def test_collectives_in_transforms_are_refused(name: str, transform: str) -> None:
+    """A tangent was lost, or was the rank's own where the value was the sum."""
+    comm = init_device_mesh("cpu", (2,)).comm(0)
+    context = forward_ad.dual_level() if transform == "tangent" else nullcontext()
+    with context, pytest.raises(CollectiveError, match=r"transforms of torch\.func"):
+        TRANSFORMS[transform](lambda x: PLAIN[name](x, comm))
+    x = torch.ones(4, requires_grad=True)
+    with pytest.raises(CollectiveError, match=r"transforms of torch\.func"):
+        rows = torch.ones(2, 4)
+        torch.autograd.grad(d.all_reduce(x, comm), x, rows, is_grads_batched=True)
+    # the group is usable, also for other tensors inside of a level
+    with forward_ad.dual_level():
+        assert all_reduce(torch.ones(1), comm).item() == 2

@@ -87,9 +87,34 @@ _is_included = torch._C._dispatch_tls_is_dispatch_key_included
 _BEFORE_DISPATCH = torch._C.DispatchKey.PreDispatch
 
 
+# Returns whether a transform of `torch.func` runs.
+_are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+# Returns whether a tensor is a wrapper of `torch.func`: a batch of vmap, or a level of grad.
+_is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+# Returns whether a tensor is a batch of gradients, of `torch.autograd.grad(is_grads_batched=True)`.
+_is_batch: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+
+
+def transforms_run() -> bool:
+    """Return whether a transform of `torch.func` or forward-mode AD runs; a compiler runs its own."""
+    return not is_compiling() and (forward_ad._current_level >= 0 or _are_transforms_active())
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has a tangent, or stands for a tensor of a transform."""
+    return _is_wrapped(tensor) or _is_batch(tensor) or has_tangent(tensor)
+
+
+# Returns whether a kernel runs, below autograd. Tensors there do not have tangents.
+_is_excluded: Callable[[torch._C.DispatchKey], bool] = (
+    torch._C._dispatch_tls_is_dispatch_key_excluded
+)
+_AUTOGRAD = torch._C.DispatchKey.ADInplaceOrView
+
+
 def has_tangent(tensor: torch.Tensor) -> bool:
     """Return whether forward-mode AD follows a tensor."""
-    if forward_ad._current_level < 0:
+    if forward_ad._current_level < 0 or _is_excluded(_AUTOGRAD):
         return False
     dual = forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]  # torch has no types
     return dual.tangent is not None

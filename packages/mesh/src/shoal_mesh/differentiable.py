@@ -20,7 +20,14 @@ from torch import Tensor
 
 from .argument_types import require
 from .collectives import even, uneven
-from .collectives.calls import Along, check_operand, check_root, is_dense, resolve
+from .collectives.calls import (
+    Along,
+    check_operand,
+    check_root,
+    is_dense,
+    refuse_transformed,
+    resolve,
+)
 from .collectives.uneven import check_targets
 from .errors import CollectiveError, CollectiveTypeError
 from .groups.process_groups import Comm
@@ -110,6 +117,7 @@ def _apply(tensor: Tensor, comm: Along, run: Map, adjoint: Map) -> Tensor:
         # check_operand refuses tensors that require a gradient, for collectives without gradients
         with torch.no_grad():
             check_operand(tensor)
+    refuse_transformed((tensor,))
     result = _Linear.apply(tensor, comm, run, adjoint)  # type: ignore[no-untyped-call]  # of torch
     return cast(Tensor, result)
 

@@ -25,6 +25,7 @@ from .calls import (
     loses_gradient,
     materialized,
     refuse_gradient,
+    refuse_transformed,
     require_tensors,
     resolve,
 )
@@ -68,6 +69,7 @@ def all_to_all_blocks(blocks: Blocks, comm: Along, out: Blocks) -> Blocks:
     """
     comm = comm if type(comm) is Comm else resolve(comm)
     has_subclasses = _check(blocks, comm, out)
+    refuse_transformed(chain.from_iterable((*blocks, *out)))
     if loses_gradient(chain.from_iterable((*blocks, *out))):
         received = [_empty_like(outputs) for outputs in out]
         refuse_gradient(partial(all_to_all_blocks, blocks, comm, received))

@@ -21,7 +21,14 @@ from typing import Literal, NoReturn
 import torch
 from torch import Tensor
 
-from .._torch import WORLDS, disabled_subclasses, is_compiling, is_traced
+from .._torch import (
+    WORLDS,
+    disabled_subclasses,
+    is_compiling,
+    is_traced,
+    is_transformed,
+    transforms_run,
+)
 from ..argument_types import kind_of, require, require_each
 from ..errors import CollectiveError, CollectiveTypeError, DimError
 from ..events import observers, run_observed
@@ -41,6 +48,11 @@ _STRIDED = torch.strided
 LOST_GRADIENT = (
     "this collective is not differentiable, but the tensor requires a gradient: use "
     "shoal_mesh.differentiable, or pass tensor.detach() if the gradient is not needed"
+)
+TRANSFORMED = (
+    "collectives do not support transforms of torch.func (grad, vjp, jvp, vmap, ...) and "
+    "forward-mode derivatives: use torch.autograd.grad with shoal_mesh.differentiable, or call the "
+    "collective outside of the transformed function"
 )
 # An all-reduce of up to so many ranks and bytes is faster as one all-to-all of the whole tensor
 # than in gloo's ring: for 4 ranks and 64 KiB it takes a third of the time.
@@ -123,6 +135,16 @@ def check_operand(tensor: Tensor, name: str = "tensor") -> None:
 def loses_gradient(tensors: Iterable[Tensor]) -> bool:
     """Return whether a collective, which is not differentiable, would lose a tensor's gradient."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def refuse_transformed(tensors: Iterable[Tensor]) -> None:
+    """Raise CollectiveError for a tensor of a transform of torch.func, or with a tangent.
+
+    The transport copies the memory of a tensor, which holds neither the batch of a transform nor a
+    tangent. All ranks run the same transform, so all ranks raise.
+    """
+    if transforms_run() and any(is_transformed(tensor) for tensor in tensors):
+        raise CollectiveError(TRANSFORMED)
 
 
 def refuse_gradient(take_part: Callable[[], object]) -> NoReturn:
@@ -291,7 +313,13 @@ def collective(  # noqa: PLR0913  # the fields of an event, and how it runs
 def carrier_of(
     comm: Comm, tensor: Tensor, op: str = "", background: bool = False, uneven: bool = False
 ) -> Transport:
-    """Return the transport that carries a message of a communicator."""
+    """Return the transport that carries a message of a communicator.
+
+    Raises:
+        CollectiveError: the message belongs to a transform of torch.func, or has a tangent.
+    """
+    if is_transformed(tensor):
+        raise CollectiveError(TRANSFORMED)
     # The world is compared before the transport is read: another thread that renews the
     # communicator drops the old transport before it sets `_world`.
     transport = comm.transport if WORLDS._default_pg is comm._world else None

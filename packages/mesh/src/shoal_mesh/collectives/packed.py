@@ -140,6 +140,7 @@ def _start_message(
         sizes_in_group = sizes
         if order is not None:
             sizes_in_group = [sizes[index] for index in calls.group_to_index(comm)]
+        calls.refuse_transformed(tensors)
         carrier = calls.carrier_of(comm, tensors[0], op)
         pending.work = carrier.start_packed(
             kind, tensors, receive, sizes_in_group, own_rank=comm.rank, op=op
