@@ -54,6 +54,10 @@ class InPlaceError(ShoalTensorError, RuntimeError):
     """A write cannot reach the tensor that it should change."""
 
 
+class TransformError(ShoalTensorError, NotImplementedError):
+    """A transform of torch.func, or forward-mode AD, reached a step that has no rule for it."""
+
+
 class CommunicationForbiddenError(ShoalTensorError, RuntimeError):
     """An operator would have to communicate inside `communication("forbid")`."""
 

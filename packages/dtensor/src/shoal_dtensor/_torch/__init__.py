@@ -1,4 +1,4 @@
 """Every private or unstable torch name that this package uses, by subject.
 
-May import: nothing.
+May import: errors.
 """

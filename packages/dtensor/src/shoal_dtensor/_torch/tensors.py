@@ -15,11 +15,15 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode as FakeTensorMode,
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
 from torch.optim import Optimizer
 from torch.utils import _python_dispatch, _pytree
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
+from shoal_mesh.internal import has_tangent
+
+from ..errors import TransformError
 from .compiling import is_tracing
 
 pytree = _pytree
@@ -179,11 +183,55 @@ def types_are_checked() -> bool:
     return bool(INTERCEPTED)
 
 
+# Tells whether a transform of torch.func runs.
+_transforms_run: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def follows_forward() -> bool:
+    """Tell whether forward-mode AD is on in this process; most tensors have no tangent even then."""
+    return bool(forward_ad._current_level >= 0)
+
+
+def is_followed(tensor: torch.Tensor) -> bool:
+    """Tell whether a transform of torch.func or forward-mode AD follows a tensor."""
+    if forward_ad._current_level < 0 and not _transforms_run():
+        return False
+    return is_transformed(tensor) or has_tangent(tensor)
+
+
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Run an autograd function; outside of functorch, save the 3 us that `Function.apply` takes."""
-    if INTERCEPTED or torch._C._are_functorch_transforms_active():
-        return function.apply(*args)  # type: ignore[no-untyped-call]  # torch gives it no types
-    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]  # of C, left out of torch's stub
+    """Run an autograd function; outside of functorch, save the 3 us that `Function.apply` takes.
+
+    Raises:
+        TransformError: a transform of torch.func runs, or an argument has a tangent.
+    """
+    if INTERCEPTED or _transforms_run():
+        return _apply_observed(function, *args)
+    try:
+        return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]  # of C, left out of torch's stub
+    except NotImplementedError as error:
+        # of torch, which has computed the value, for the tangent
+        if type(error) is not NotImplementedError or not follows_forward():
+            raise
+        raise transform_error(function.__name__) from error
+
+
+def _apply_observed(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Run an autograd function by torch's own `apply`, which transforms and interceptors replace."""
+    has_rules = "setup_context" in vars(function)
+    if _transforms_run() and not has_rules:
+        raise transform_error(function.__name__)
+    return function.apply(*args)  # type: ignore[no-untyped-call]  # torch gives it no types
+
+
+def transform_error(step: str) -> TransformError:
+    """Return the error of a step that transforms of torch.func and tangents cannot pass."""
+    return TransformError(
+        f"{step} has no rule for transforms of torch.func (grad, vjp, jvp, vmap, ...) "
+        "and for forward-mode AD: from_local, to_local, redistribute and parallel styles are "
+        "differentiated by backward() and torch.autograd.grad. Move them out of the transformed "
+        "function, or use torch.autograd.functional (jacobian, vjp) without vectorize=True"
+    )
 
 
 # --- optimizers -----------------------------------------------------------------------------------

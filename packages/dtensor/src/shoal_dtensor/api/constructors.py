@@ -19,6 +19,7 @@ from shoal_mesh import DeviceMesh
 from shoal_mesh.internal import FUNCTION, near_miss, require
 
 from .._torch.compiling import whole_when_compiled
+from .._torch.tensors import is_followed, transform_error
 from ..argument_types import require_tensor, suggests_keywords
 from ..errors import ArgumentTypeError, ArgumentValueError, PlacementError, PlacementIndexError
 from ..layout.boxes import slices_of
@@ -155,6 +156,8 @@ def _layout_of(
 
 
 def _check_leaf(tensor: torch.Tensor) -> None:
+    if is_followed(tensor):
+        raise transform_error("distribute_tensor")
     if not tensor.is_leaf:
         raise PlacementError(
             "distribute_tensor: the tensor is not a leaf, so its gradient would stop here; use "

@@ -20,7 +20,7 @@ from shoal_mesh.internal import is_observed, note
 
 from .. import crossings
 from .._torch.compiling import is_tracing
-from .._torch.tensors import apply, is_transformed, make_wrapper, wrap_local
+from .._torch.tensors import apply, is_transformed, make_wrapper, transform_error, wrap_local
 from ..dispatch.global_call import replicated_spec
 from ..dispatch.plain_tensors import check_recorded, verify_replicated
 from ..errors import PlacementError
@@ -193,6 +193,8 @@ class ToLocal(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
+        if is_transformed(grad):
+            raise transform_error("the backward of to_local")
         if ctx.checked and ctx.spec.coordinate is not None:
             placements = enumerate(ctx.spec.placements)
             axes = tuple(axis for axis, p in placements if isinstance(p, Replicate))

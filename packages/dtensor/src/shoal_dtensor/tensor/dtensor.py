@@ -13,7 +13,16 @@ from shoal_mesh import DeviceMesh, safe_globals as mesh_globals
 from shoal_mesh.internal import require
 
 from .._torch.compiling import is_tracing, whole_when_compiled
-from .._torch.tensors import BASE, INTERCEPTED, apply, shares_memory, split, wrap_local
+from .._torch.tensors import (
+    BASE,
+    INTERCEPTED,
+    apply,
+    follows_forward,
+    is_followed,
+    shares_memory,
+    split,
+    wrap_local,
+)
 from ..dispatch.dispatch import dispatch
 from ..dispatch.plain_tensors import MarkWhileWatched, check_recorded
 from ..dispatch.results import local_of_copied_view
@@ -172,7 +181,9 @@ class DTensor(torch.Tensor):
         if spec.partials and any(norm_order(op) for _, op in spec.partials):
             # The terms of a norm must not be negative.
             local = local.abs()
-        if torch.is_grad_enabled() and local.requires_grad:
+        # `apply` refuses a tensor that is followed: operators on DTensors do not see a tangent, or
+        # a batch of vmap, of the local tensor.
+        if (torch.is_grad_enabled() and local.requires_grad) or is_followed(local):
             check_differentiable(spec)
             require(
                 grad_placements,
@@ -193,7 +204,9 @@ class DTensor(torch.Tensor):
         """
         if not is_tracing():
             check_recorded("to_local", self._local_tensor)
-        if (torch.is_grad_enabled() and self.requires_grad) or INTERCEPTED:
+        # `apply` refuses a tangent, which the local tensor does not have.
+        has_history = torch.is_grad_enabled() and self.requires_grad
+        if has_history or INTERCEPTED or follows_forward():
             return apply(ToLocal, self, grad_placements)  # type: ignore[no-any-return]  # of torch
         return self._local_tensor
 
@@ -233,7 +246,8 @@ class DTensor(torch.Tensor):
                     "redistribute: a dtype is a torch.dtype",
                     ArgumentTypeError,
                 )
-        if (torch.is_grad_enabled() and self.requires_grad) or INTERCEPTED:
+        has_history = torch.is_grad_enabled() and self.requires_grad
+        if has_history or INTERCEPTED or follows_forward():
             dtypes = (forward_dtype, backward_dtype)
             return apply(Redistribute, self, DTensor, target, dtypes, async_op)  # type: ignore[no-any-return]  # of torch
         source = (
