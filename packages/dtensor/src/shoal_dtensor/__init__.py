@@ -8,6 +8,7 @@ from shoal_mesh.internal import facade
 from . import errors
 from .__about__ import __version__
 from ._torch.compiled_gradients import convert_compiled_gradients
+from ._torch.exchanges import keep_hooks_in_exchanges
 from ._torch.interception import (
     explain_weights_only,
     guard_memory_exports,
@@ -73,6 +74,7 @@ from .tensor.dtensor import (
     safe_globals,
     zeros_of_output,
 )
+from .tensor.gradients import update_hooks
 from .tensor.serialization import install_state_dict_copies_of_dtensors, refuse_memory
 
 _StridedShard = StridedShard  # torch's name
@@ -88,6 +90,7 @@ Spec.on_first_use += [
     ),
     partial(install_state_dict_copies_of_dtensors, DTensor),
     partial(guard_memory_exports, DTensor, refuse_memory),
+    partial(keep_hooks_in_exchanges, DTensor, update_hooks),
     partial(
         explain_weights_only,
         "shoal_",

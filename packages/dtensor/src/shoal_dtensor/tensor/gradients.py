@@ -14,7 +14,7 @@ here, because this module is below it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal, Protocol, TypeVar
 from weakref import WeakValueDictionary
@@ -289,6 +289,14 @@ def install_gradient_hook(cls: Any, leaf: Any) -> None:
             hooks[name] = ParameterGradientHook(cls, leaf._spec)
             return
     Tensor.register_hook(leaf, ParameterGradientHook(cls, leaf._spec))  # type: ignore[no-untyped-call]  # no types
+
+
+def update_hooks(leaf: Any) -> None:
+    """Give the gradient hooks of a leaf its current layout, in which they return gradients."""
+    hooks = leaf._backward_hooks or {}
+    for name, hook in hooks.items():
+        if isinstance(hook, ParameterGradientHook):
+            hooks[name] = replace(hook, spec=leaf._spec)
 
 
 class GradientBatch(CoalescedBatch):
