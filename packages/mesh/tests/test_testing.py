@@ -89,6 +89,13 @@ def test_what_is_here() -> None:
         skip_unless_backend("pigeon")(lambda: None)()
 
 
+def test_all_ranks_are_those_of_the_present_world() -> None:
+    for size, rank in ((2, 0), (3, 0), (2, 1)):
+        with fake_world(size, rank):
+            mesh = all_ranks()
+            assert (mesh.size(), mesh.get_rank(), mesh.get_coordinate()) == (size, rank, (rank,))
+
+
 @on_ranks(2)
 def test_collectives_over_all_ranks_are_counted_by_short_names() -> None:
     comm = all_ranks().comm(0)

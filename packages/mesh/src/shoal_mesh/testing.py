@@ -180,14 +180,19 @@ def fake_world(size: int, rank: int = 0) -> Iterator[dist.ProcessGroup]:
             dist.destroy_process_group()
 
 
-@cache
 def all_ranks() -> DeviceMesh:
-    """Return a mesh of all ranks on one axis, the same mesh in every call.
+    """Return a mesh of all ranks on one axis, the same mesh in every call of one world.
 
-    It serves on the ranks of a pool, which keep one default process group as long as they live. In
-    a process that destroys its group and opens another one, create a mesh with `init_device_mesh`.
+    A process that destroys its default group and opens another one gets a mesh of the new world.
     """
-    return init_device_mesh("cpu", (dist.get_world_size(),))
+    return _mesh_of_ranks(dist.get_world_size(), dist.get_rank())
+
+
+@cache
+def _mesh_of_ranks(size: int, own_rank: int) -> DeviceMesh:
+    """Return the mesh of a world; another world of this size has the same mesh for this rank."""
+    del own_rank
+    return init_device_mesh("cpu", (size,))
 
 
 def device_type() -> str:
