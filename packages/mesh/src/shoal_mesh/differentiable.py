@@ -7,7 +7,7 @@ replicated computation, this sum would count its gradient once for each rank: us
 are here, so reductions are "sum" and "avg". Arguments, results and errors are those of the
 collectives of the same names.
 
-May import: argument_types, collectives, errors, groups.
+May import: _torch, argument_types, collectives, errors, groups.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ._torch import is_batch_of_gradients
 from .argument_types import require
 from .collectives import even, uneven
 from .collectives.calls import (
+    TRANSFORMED,
     Along,
     check_operand,
     check_root,
@@ -65,7 +67,10 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _apply(grads[0], ctx.comm, ctx.adjoint, ctx.run), None, None, None
+        (grad,) = grads
+        if is_batch_of_gradients(grad):
+            raise CollectiveError(TRANSFORMED)
+        return _apply(grad, ctx.comm, ctx.adjoint, ctx.run), None, None, None
 
     @staticmethod
     # `shoal_dtensor.dispatch.plain_tensors` calls it

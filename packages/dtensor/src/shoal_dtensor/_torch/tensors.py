@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from inspect import signature
 from typing import Any
 from weakref import ref
@@ -128,9 +129,9 @@ at_end_of_backward: Callable[[Callable[[], None]], None] = (
 # Returns the number of active dispatch modes.
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
-# The module whose flag `_is_in_torch_dispatch_mode` is True while a dispatch mode is entered. All
-# threads share the flag: it is True while any thread is in a mode, but two threads that leave
-# their modes in the order in which they entered them reset it too early.
+# The module with torch's flag of entered dispatch modes, which is faster to read than the number of
+# modes. All threads share the flag: it is set while any thread is in a mode, but two threads that
+# leave their modes in the order in which they entered them reset it too early.
 mode_flags = _python_dispatch
 
 
@@ -187,14 +188,14 @@ def types_are_checked() -> bool:
 _transforms_run: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
-def follows_forward() -> bool:
-    """Tell whether forward-mode AD is on in this process; most tensors have no tangent even then."""
-    return bool(forward_ad._current_level >= 0)
+# The number of the innermost level of forward-mode AD in this process, -1 outside of all levels.
+# It is read in each redistribution, so it must not run Python code.
+forward_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level")
 
 
 def is_followed(tensor: torch.Tensor) -> bool:
     """Tell whether a transform of torch.func or forward-mode AD follows a tensor."""
-    if forward_ad._current_level < 0 and not _transforms_run():
+    if forward_level() < 0 and not _transforms_run():
         return False
     return is_transformed(tensor) or has_tangent(tensor)
 
@@ -211,7 +212,7 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
         return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]  # of C, left out of torch's stub
     except NotImplementedError as error:
         # of torch, which has computed the value, for the tangent
-        if type(error) is not NotImplementedError or not follows_forward():
+        if type(error) is not NotImplementedError or forward_level() < 0:
             raise
         raise transform_error(function.__name__) from error
 

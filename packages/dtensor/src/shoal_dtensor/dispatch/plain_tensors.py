@@ -35,7 +35,6 @@ from .._torch.tensors import (
     disabled_torch_function,
     in_backward,
     make_wrapper,
-    mode_flags,
     pytree,
 )
 from ..errors import MixedTensorError, NoRuleError
@@ -320,20 +319,6 @@ def mark_outermost(
         return disabled_torch_function(function, types, args, kwargs or {})
     finally:
         _outermost.arguments = outside
-
-
-class MarkWhileWatched:
-    """`__torch_function__` of a DTensor: marks the outermost torch function inside of a mode.
-
-    A mode holds references to the tensors that torch makes, and its frames separate these tensors
-    from the functions that made them. Without modes no function is marked, because marking takes
-    1.8 us a call, also for attributes.
-    """
-
-    # Torch reads this attribute of every tensor about three times a call. Reading its flag takes
-    # 35 ns, counting the modes 60.
-    def __get__(self, tensor: object, cls: type | None = None) -> Any:
-        return mark_outermost if mode_flags._is_in_torch_dispatch_mode else disabled_torch_function
 
 
 def is_made_inside(tensor: torch.Tensor) -> bool:

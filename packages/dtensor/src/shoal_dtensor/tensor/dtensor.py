@@ -17,14 +17,14 @@ from .._torch.tensors import (
     BASE,
     INTERCEPTED,
     apply,
-    follows_forward,
+    forward_level,
     is_followed,
     shares_memory,
     split,
     wrap_local,
 )
-from ..dispatch.dispatch import dispatch
-from ..dispatch.plain_tensors import MarkWhileWatched, check_recorded
+from ..dispatch.dispatch import MarkWhileWatched, dispatch
+from ..dispatch.plain_tensors import check_recorded
 from ..dispatch.results import local_of_copied_view
 from ..errors import ArgumentTypeError, PlacementError
 from ..layout.dim_sharding import ShardOrder
@@ -206,7 +206,7 @@ class DTensor(torch.Tensor):
             check_recorded("to_local", self._local_tensor)
         # `apply` refuses a tangent, which the local tensor does not have.
         has_history = torch.is_grad_enabled() and self.requires_grad
-        if has_history or INTERCEPTED or follows_forward():
+        if has_history or INTERCEPTED or forward_level() >= 0:
             return apply(ToLocal, self, grad_placements)  # type: ignore[no-any-return]  # of torch
         return self._local_tensor
 
@@ -247,7 +247,7 @@ class DTensor(torch.Tensor):
                     ArgumentTypeError,
                 )
         has_history = torch.is_grad_enabled() and self.requires_grad
-        if has_history or INTERCEPTED or follows_forward():
+        if has_history or INTERCEPTED or forward_level() >= 0:
             dtypes = (forward_dtype, backward_dtype)
             return apply(Redistribute, self, DTensor, target, dtypes, async_op)  # type: ignore[no-any-return]  # of torch
         source = (

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from .._torch.tensors import disabled_torch_function, dispatch_modes
-from ..dispatch.plain_tensors import MarkWhileWatched, mark_outermost
+from ..dispatch.dispatch import MarkWhileWatched
+from ..dispatch.plain_tensors import mark_outermost
 from .dtensor import DTensor
 
 _REPLACEMENTS: dict[Any, Callable[..., Any]] = {}

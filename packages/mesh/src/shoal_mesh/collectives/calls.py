@@ -318,7 +318,7 @@ def carrier_of(
     Raises:
         CollectiveError: the message belongs to a transform of torch.func, or has a tangent.
     """
-    if is_transformed(tensor):
+    if transforms_run() and is_transformed(tensor):
         raise CollectiveError(TRANSFORMED)
     # The world is compared before the transport is read: another thread that renews the
     # communicator drops the old transport before it sets `_world`.
