@@ -89,7 +89,7 @@ def require_each(
 
 
 def kind_of(value: object) -> str:
-    """Describe an argument of a wrong type: its class, and its value or a way from torch's class."""
+    """Describe an argument of wrong type: its class, and its value or a way from torch's class."""
     if value is None:
         return "None"
     cls = type(value)

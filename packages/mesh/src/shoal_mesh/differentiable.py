@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 Map = tuple[Callable[..., Tensor], *tuple[Any, ...]]
-"""A linear collective, and its arguments after tensor and communicator: `(even.all_gather, dim)`."""
+"""A linear collective and its arguments after tensor and communicator: `(even.all_gather, dim)`."""
 
 
 class _Linear(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Words for faults of parallel values: `certify` and `verify` describe the same fault by the same sentence."""
+"""Sentences for faults of parallel values, the same in reports of `certify` and of `verify`."""
 
 from __future__ import annotations
 

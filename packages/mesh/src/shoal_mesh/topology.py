@@ -103,8 +103,8 @@ class Topology:
         count = len(self.links)
         if not axes or not all(-count <= axis < count for axis in axes):
             raise AxisError(
-                f"a topology of {count} axes does not have a group over axes {axes!r:.80}: pass indices of "
-                "axes"
+                f"a topology of {count} axes does not have a group over axes {axes!r:.80}: pass "
+                "indices of axes"
             )
         links = [self.links[axis] for axis in axes]
         latency = max(link.latency for link in links)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def positions_by_dtype(dtypes: Sequence[torch.dtype | None]) -> list[list[int]]:
-    """Return lists of the positions that have the same dtype; the tensors of a list fit one message.
+    """Return a list of positions for each dtype; the tensors of a list fit one message.
 
     Args:
         dtypes: the dtype of each tensor; None for a tensor that is in no message.

@@ -44,8 +44,8 @@ _BITWISE = {"band", "bor", "bxor"}
 class WireReduction(NamedTuple):
     """A recipe to reduce one dtype with one op."""
 
-    # The op for the transport. It is "avg" only for half types, whose averages the transport divides
-    # in a way that keeps sums within the range; other averages are "sum" with `divide`.
+    # The op for the transport. It is "avg" only for half types, whose averages the transport
+    # divides in a way that keeps sums within the range; other averages are "sum" with `divide`.
     op: str
     # the dtype that is sent; None for the dtype of the tensor
     dtype: torch.dtype | None = None

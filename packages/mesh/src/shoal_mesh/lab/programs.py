@@ -20,7 +20,7 @@ _OF_OPTIMIZERS = ("torch._dynamo", "torch._inductor.pattern_matcher")
 
 
 def imports_of(program: str, *, is_module: bool = False) -> list[str]:
-    """Return the modules of slow packages that a program imports, to import them once for all ranks.
+    """Return the slow packages' modules that a program imports, to import them once for all ranks.
 
     The sources of the program are read, and not executed: the script and the modules beside it, or
     the modules of the package that has the main module.
@@ -126,7 +126,7 @@ def _imported_names(module: str, path: str) -> Iterator[str]:
 
 
 def loaded_modules() -> list[str]:
-    """Return the parts of torch.distributed, and the slow modules, that this process has imported."""
+    """Return the parts of torch.distributed and the slow modules that this process has imported."""
     parts = [name for name in sys.modules if name.startswith("torch.distributed.")]
     return parts + slow_imports()
 

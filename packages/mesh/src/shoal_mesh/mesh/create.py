@@ -1,4 +1,4 @@
-"""Functions that make a mesh from its shape, with or without ranks, and torch's `_mesh_resources`."""
+"""Creation of a mesh from its shape, with or without ranks, and torch's `_mesh_resources`."""
 
 from __future__ import annotations
 

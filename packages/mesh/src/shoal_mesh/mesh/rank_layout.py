@@ -154,8 +154,9 @@ class Layout:
             return None
         crossing = next(iter(common))
         repeated = crossing * (len(lines) - 1)
-        # A rank of the result is at the sum of one position of each part, counted from the crossing.
-        # With the crossing 5, the positions 4 and 1 give 4 + 1 - 5 = 0, and 4 and 5 give 4.
+        # A rank of the result is at the sum of one position of each part, counted from the
+        # crossing. With the crossing 5, the positions 4 and 1 give 4 + 1 - 5 = 0, and 4
+        # and 5 give 4.
         positions = [sum(combination) - repeated for combination in product(*lines)]
         has_repeated = len(set(positions)) < len(positions)
         if has_repeated or max(positions) >= len(self.ranks):

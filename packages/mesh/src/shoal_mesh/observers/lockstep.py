@@ -402,7 +402,7 @@ def _number_of(text: str) -> int:
 
 @lru_cache(maxsize=4096)
 def _weight(pair: int) -> int:
-    """Return the weight of a pair (sender, receiver), which has the number sender * size + receiver.
+    """Return the weight of a pair (sender, receiver) by its number, sender * size + receiver.
 
     The weights are powers of `_FACTOR`.
     """

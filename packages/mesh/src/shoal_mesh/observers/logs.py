@@ -57,7 +57,7 @@ def log_to_stderr(*topics: str) -> None:
     Example:
         >>> log_to_stderr("sums")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        shoal_mesh.errors.MeshError: unknown log topic 'sums': expected collectives, plans, decisions, or all
+        shoal_mesh.errors.MeshError: unknown log topic 'sums': expected collectives, plans, ...
     """
     for topic in topics:
         if topic not in TOPICS:

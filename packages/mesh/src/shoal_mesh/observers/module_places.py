@@ -30,7 +30,8 @@ class ModulePlaces:
     def __init__(self) -> None:
         self._names: dict[nn.Module, str] = {}
         # The modules whose forward is running, innermost last. Each has the number of the backward
-        # in which it began, because checkpointing computes a forward again; -1 outside of backwards.
+        # in which it began, because checkpointing computes a forward again; -1 outside of
+        # backwards.
         self._running: list[tuple[str, int]] = []
         # Nodes from number `_firsts[i]` up to the next entry were created in module `_paths[i]`.
         self._firsts: list[int] = []

@@ -399,8 +399,8 @@ def _map(path: str, nbytes: int, token: int) -> mmap.mmap | None:
         with open(path, "r+b", buffering=0) as file:
             memory = mmap.mmap(file.fileno(), nbytes)
     except (OSError, ValueError):
-        # OSError: the file is another user's, or in another view of /proc. ValueError: it is another
-        # file, which is shorter.
+        # OSError: the file is another user's, or in another view of /proc. ValueError: it is
+        # another file, which is shorter.
         return None
     return memory if memory[:8] == token.to_bytes(8, sys.byteorder) else None
 

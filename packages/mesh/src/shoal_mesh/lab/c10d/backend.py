@@ -115,7 +115,8 @@ def _check_split(split: list[int], size: int) -> None:
     is_a_set = 0 < len(split) == len(set(split))
     if not is_a_set or not all(0 <= rank < size for rank in split):
         raise ValueError(
-            f"a split of a group of {size} ranks lists distinct group ranks below {size}, got {split}"
+            f"a split of a group of {size} ranks lists distinct group ranks below {size}, got "
+            f"{split}"
         )
 
 

@@ -4,8 +4,8 @@ A program names its device in five ways. Each of them means the CPU on such a ra
 
 - a device of torch: `torch.device("cuda", 3)` is `torch.device("cpu")`;
 - an argument of torch's functions: `x.to("cuda")`, `torch.ones(2, device=0)`;
-- `torch.cuda`: streams do nothing, events measure time, generators are those of the CPU, counters of
-  memory are 0;
+- `torch.cuda`: streams do nothing, events measure time, generators are those of the CPU, counters
+  of memory are 0;
 - the device type of autocast, of gradient scalers and of device meshes;
 - the device ids of `DistributedDataParallel`.
 
@@ -75,18 +75,18 @@ class MappedDevice(metaclass=_StandIn):
 
     original = _TorchDevice
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> torch.device:  # type: ignore[misc]  # torch's device
+    def __new__(cls, *args: Any, **kwargs: Any) -> torch.device:  # type: ignore[misc]  # of torch
         # `torch.device(0)` is an accelerator, and torch refuses it if there is none
         has_index_only = bool(args) and isinstance(args[0], int)
         return _CPU if has_index_only else map_device(_TorchDevice(*args, **kwargs))
 
 
 class MappedGenerator(metaclass=_StandIn):
-    """Stands for `torch.Generator`, and makes generators of torch that are never CUDA generators."""
+    """Stands for `torch.Generator`, and makes torch's generators, but never CUDA generators."""
 
     original = _TorchGenerator
 
-    def __new__(cls, device: Any = "cpu") -> torch.Generator:  # type: ignore[misc]  # torch's generator
+    def __new__(cls, device: Any = "cpu") -> torch.Generator:  # type: ignore[misc]  # of torch
         return _TorchGenerator(map_device(device))
 
 
@@ -256,9 +256,9 @@ def _return(value: Any) -> Callable[..., Any]:
 
 def _refuse() -> NoReturn:
     raise MeshError(
-        "this function of torch.cuda needs a device, and this rank of a lab has the CPU in its place "
-        "(device='cpu'): run the lab on a machine with CUDA and without device=, or guard the call "
-        "with `if tensor.is_cuda`"
+        "this function of torch.cuda needs a device, and this rank of a lab has the CPU in its "
+        "place (device='cpu'): run the lab on a machine with CUDA and without device=, or guard "
+        "the call with `if tensor.is_cuda`"
     )
 
 

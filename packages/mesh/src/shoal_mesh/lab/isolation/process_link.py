@@ -88,7 +88,7 @@ class ProcessLink(SchedulerLink):
         pending.source = reply.source
 
     def _read_inputs(self, pending: PendingCall, reply: Reply) -> None:
-        """Compute the outputs of a call from the inputs that the members brought, and write them."""
+        """Compute the outputs of a call from the inputs of the members, and write them."""
         packets: Mapping[int, list[Packet]] = pickle.loads(reply.value)
         call = pending.call
         with ExitStack() as stack:
