@@ -1,4 +1,4 @@
-"""Sharded tensors on a device mesh: placements, redistribution, sharding rules and random numbers."""
+"""Sharded tensors on a device mesh: placements, redistribution, sharding rules, random numbers."""
 
 from functools import partial
 

@@ -26,7 +26,7 @@ class Crossings(Protocol):
     """
 
     def enter(self, node: Any, grad: Tensor, spec: Spec) -> tuple[Tensor, Spec]:
-        """Return the gradient of a result of `to_local()`, and its layout as a DTensor's gradient."""
+        """Return the gradient of a `to_local()` result, and its layout as a DTensor's gradient."""
 
     def leave(self, node: Any, grad: Tensor, spec: Spec) -> Tensor:
         """Return the gradient of a plain tensor that counts as a DTensor of this layout."""

@@ -93,7 +93,7 @@ class StyleTypeError(StyleError, TypeError):
 
 
 class PlanError(StyleError, ValueError, RuntimeError):
-    """A parallelization plan does not fit the module: unmatched, ambiguous or indivisible entries."""
+    """A parallelization plan does not fit a module: unmatched, ambiguous or indivisible entries."""
 
 
 class LayoutError(StyleError, ValueError, RuntimeError):

@@ -32,7 +32,10 @@ def mesh_to_torch(mesh: DeviceMesh) -> Any:
 
     Example:
         >>> from shoal_mesh import init_device_mesh, launch
-        >>> launch(lambda: mesh_to_torch(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))).mesh_dim_names, 2)
+        >>> def axis_names():
+        ...     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        ...     return mesh_to_torch(mesh).mesh_dim_names
+        >>> launch(axis_names, 2)
         [('tp',), ('tp',)]
     """
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
@@ -55,7 +58,8 @@ def mesh_from_torch(mesh: Any) -> DeviceMesh:
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
     require(mesh, TorchMesh, "mesh_from_torch: mesh is torch's DeviceMesh", ArgumentTypeError)
-    return _over_groups(DeviceMesh, mesh, mesh.mesh_dim_names)  # type: ignore[no-any-return]  # of the class it gets
+    converted: DeviceMesh = _over_groups(DeviceMesh, mesh, mesh.mesh_dim_names)
+    return converted
 
 
 def _over_groups(mesh_class: Any, mesh: Any, names: Any) -> Any:

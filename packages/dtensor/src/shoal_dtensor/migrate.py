@@ -59,7 +59,9 @@ _CONTEXT_NAMES = {
 }
 # private names of torch, and the public functions of shoal in their place
 _RENAMED = {
-    "torch.distributed.fsdp._fully_shard._fsdp_init._get_mesh_info": "shoal_data_parallel.mesh_info",
+    "torch.distributed.fsdp._fully_shard._fsdp_init._get_mesh_info": (
+        "shoal_data_parallel.mesh_info"
+    ),
     **{
         f"{module}.{name}": f"shoal_context_parallel.{new}"
         for module in _CONTEXT_MODULES
@@ -76,7 +78,9 @@ _FUNCTIONAL = "torch.distributed._functional_collectives"
 _PRIVATE = {"_op_dispatcher": "cache_info, explain, register_rule"}
 # methods of sharded modules that shoal refuses, and their replacements
 _METHODS = {
-    "set_symm_mem_for_comm": "shoal gathers without buffers: leave it out, or set_custom_all_gather",
+    "set_symm_mem_for_comm": (
+        "shoal gathers without buffers: leave it out, or set_custom_all_gather"
+    ),
     "set_allocate_memory_from_process_group_for_comm": (
         "shoal gathers without buffers: leave it out, or set_custom_all_gather"
     ),

@@ -63,7 +63,7 @@ def convert_compiled_gradients(
 
 
 def _post_compile(original: Any, cls: type[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-    """Finish the compilation of a function as torch does; its backward receives missing gradients."""
+    """Finish compiling a function as torch does; its backward receives missing gradients."""
     run = original(*args, **kwargs)
 
     @wraps(run)

@@ -116,10 +116,11 @@ def record_whole(name: str, *guarded: bool) -> None:
     `guarded` are values that the compiler must guard. Torch 2.15 guards a value only if it is an
     argument of some call.
     """
-    torch.compiler.allow_in_graph(_WHOLE[name])  # type: ignore[no-untyped-call]  # torch gives it no types
+    torch.compiler.allow_in_graph(_WHOLE[name])  # type: ignore[no-untyped-call]  # of torch
 
 
-record_whole._dynamo_marked_constant = True  # type: ignore[attr-defined]  # the mark that assume_constant_result makes, without importing the compiler
+# `assume_constant_result` makes the same mark, but it imports the compiler.
+record_whole._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch's mark
 
 
 # --- symbols for sizes in a recorded graph --------------------------------------------------------
@@ -164,6 +165,7 @@ def _size_in_recorder(size: Any, tracer: Any) -> Any:
         known.setdefault(node.expr, node)
     if not expression.free_symbols <= known.keys():
         return size
-    symbols = {symbol: torch.SymInt(known[symbol]) for symbol in expression.free_symbols}  # type: ignore[no-untyped-call]  # of torch
+    symint: Any = torch.SymInt
+    symbols = {symbol: symint(known[symbol]) for symbol in expression.free_symbols}
     computed = sympy_interp(PythonReferenceAnalysis, symbols, expression)
     return computed if isinstance(computed, int | torch.SymInt) else size

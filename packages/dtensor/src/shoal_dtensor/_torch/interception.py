@@ -109,7 +109,8 @@ def keep_whole(names: Sequence[str]) -> None:
     recognize the operator that was called: the parts of `one_hot` do not compare indices with the
     number of classes. Without autograd, plain tensors use the same kernel as before.
     """
-    library: Any = torch.library.Library("aten", "FRAGMENT")  # type: ignore[no-untyped-call]  # of torch
+    make_library: Any = torch.library.Library
+    library = make_library("aten", "FRAGMENT")
     for name in names:
         for key in _AUTOGRAD:
             # A copy of this package inside another package may have registered it already.
@@ -455,7 +456,7 @@ def intercept_autograd_functions(handler: _Handler) -> Iterator[None]:
         return handler(cls, run, args) if INTERCEPTED else run(*args)
 
     if not INTERCEPTED:
-        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]  # of its own kind
+        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]  # a wrapper
     INTERCEPTED.append(handler)
     try:
         yield

@@ -34,6 +34,9 @@ signature_of: Callable[[Any], torch.FunctionSchema] = attrgetter("_schema")
 # A function that builds the arguments of a call, with tensors on the given device.
 Build = Callable[[torch.device], tuple[Sequence[Any], Mapping[str, Any]]]
 
+# Counts the modes that observe operators before torch dispatches them.
+_count_pre_dispatch_modes: Callable[[], int] = torch._ops._len_torch_dispatch_stack_pre_dispatch
+
 
 _fake_mode: Callable[[], FakeTensorMode] = cache(FakeTensorMode)
 
@@ -76,15 +79,13 @@ def out_of_sight() -> AbstractContextManager[Any]:
 
     Torch's own block takes 13 us, so it is entered only if there are modes.
     """
-    modes = (
-        torch._C._len_torch_dispatch_stack() or torch._ops._len_torch_dispatch_stack_pre_dispatch()  # type: ignore[no-untyped-call]  # of torch
-    )
+    modes = torch._C._len_torch_dispatch_stack() or _count_pre_dispatch_modes()
     return _disable_current_modes() if modes else nullcontext()
 
 
 @contextmanager
 def _without_traces() -> Iterator[None]:
-    """Suppress the logs of fake tensor errors, and drop the frames (and tensors) that torch keeps."""
+    """Suppress logs of fake tensor errors, and drop the frames (and tensors) that torch keeps."""
     # Some meta kernels import torch.compile. When torch.fx is imported, it stores its frame in a
     # variable of that frame, and a frame refers to its callers. Only garbage collection frees such
     # a cycle.
@@ -199,7 +200,7 @@ def view_of(op: OpOverload) -> OpOverload | None:
 
 
 def makes_views(op: OpOverload) -> bool:
-    """Tell whether autograd ties the results of a view operator to their base, also in inference mode.
+    """Tell whether autograd ties a view operator's results to the base, also in inference mode.
 
     It does so for all view operators except the composite ones, such as `reshape`.
     """
@@ -346,7 +347,8 @@ def group_ranks(group: Any) -> tuple[int, ...]:
     The argument is a boxed group, a group or its name.
     """
     if isinstance(group, str):
-        group = torch._C._distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]  # a name is a str
+        resolve: Any = torch._C._distributed_c10d._resolve_process_group
+        group = resolve(group)
     elif isinstance(group, torch.ScriptObject):
         group = dist.ProcessGroup.unbox(group)
     return tuple(dist.get_process_group_ranks(group))

@@ -96,5 +96,5 @@ def by_aten(op: OpOverload) -> Callable[..., Any] | None:
     if namespace != "prims":
         return None
     if name in _SAME_NAMES.split():
-        return getattr(aten, name)  # type: ignore[no-any-return]  # attributes of namespaces are untyped
+        return getattr(aten, name)  # type: ignore[no-any-return]  # namespaces are untyped
     return _RENAMED.get(name)

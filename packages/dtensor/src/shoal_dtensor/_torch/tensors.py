@@ -209,7 +209,7 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     if INTERCEPTED or _transforms_run():
         return _apply_observed(function, *args)
     try:
-        return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]  # of C, left out of torch's stub
+        return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]  # no stub
     except NotImplementedError as error:
         # of torch, which has computed the value, for the tangent
         if type(error) is not NotImplementedError or forward_level() < 0:

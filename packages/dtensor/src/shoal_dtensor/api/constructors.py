@@ -120,7 +120,8 @@ def distribute_tensor(
     _check_leaf(tensor)
     result = DTensor(local, spec, requires_grad=tensor.requires_grad)
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(result, requires_grad=tensor.requires_grad)  # type: ignore[return-value]  # Parameter keeps the DTensor class
+        parameter: Any = nn.Parameter(result, requires_grad=tensor.requires_grad)
+        return parameter  # type: ignore[no-any-return]  # nn.Parameter keeps the DTensor class
     return result
 
 
@@ -371,7 +372,8 @@ def _factory(function: F) -> F:
             annotation=hint.__forward_arg__,
         )
         listed.append(parameter)
-    factory.__signature__ = signature.replace(parameters=[*own_parameters, *listed])  # type: ignore[attr-defined]  # inspect reads it
+    shown = signature.replace(parameters=[*own_parameters, *listed])
+    factory.__signature__ = shown  # type: ignore[attr-defined]  # inspect reads it
     return factory
 
 

@@ -340,7 +340,9 @@ def _placements_in(value: Any) -> list[Placement]:
 def _entry(placement: Placement, meta: TensorMeta) -> Entry:
     if isinstance(placement, Shard):
         return S(placement.dim % meta.ndim)
-    return R if placement.is_replicate() else placement  # type: ignore[return-value]  # what is left is Partial
+    if placement.is_replicate():
+        return R
+    return placement  # type: ignore[return-value]  # what is left is Partial
 
 
 def _overloads(call: str, op: OpOverload | Sequence[OpOverload]) -> list[OpOverload]:

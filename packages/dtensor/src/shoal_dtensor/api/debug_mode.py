@@ -56,7 +56,7 @@ class ExplicitRedistributionContext:
         self._entered.pop().__exit__(None, None, None)
 
 
-class DebugMode(CommDebugMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
+class DebugMode(CommDebugMode):  # type: ignore[no-untyped-call]  # untyped __init_subclass__
     """`CommDebugMode` that also records operators on DTensors, each with its collectives.
 
     The options are torch's. Options for values that are not recorded here are refused; options for

@@ -129,7 +129,8 @@ def explain(
         >>> from shoal_dtensor import Partial, Replicate
         >>> src = Spec(abstract_mesh((4, 2), ("dp", "tp")), (Partial(), Replicate()), (1024, 1024))
         >>> why = explain(src, src.with_(placements=(Replicate(), Replicate())))
-        >>> [step.name for step in why.chosen.steps]  # half of it each, over dp, then together over tp
+        >>> # half of it each, over dp, then together over tp
+        >>> [step.name for step in why.chosen.steps]
         ['Slice', 'AllReduce', 'AllGather']
     """
     require(src, (Spec, DTensor), "explain: src is a DTensor or its spec", ArgumentTypeError)

@@ -63,7 +63,8 @@ def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
         >>> with fake_world(4):
         ...     mesh = init_device_mesh("cpu", (4,))
         ...     manual_seed(7, mesh)
-        ...     torch.equal(torch.rand(2), torch.rand(2, generator=torch.Generator().manual_seed(7)))
+        ...     generator = torch.Generator().manual_seed(7)
+        ...     torch.equal(torch.rand(2), torch.rand(2, generator=generator))
         True
     """
     require(seed, int, "manual_seed: seed is an int", ArgumentTypeError)

@@ -313,7 +313,7 @@ def _load_states(
 
 
 def _gather_state(state: dict[str, Any], options: Any) -> dict[str, Any]:
-    """`placements -> R`: return the state with full tensors, on rank 0 alone if they are offloaded."""
+    """`placements -> R`: return the state with full tensors, on rank 0 alone if offloaded."""
     is_receiver = not options.cpu_offload or dist.get_rank() == 0
 
     def gather(value: Any) -> Any:

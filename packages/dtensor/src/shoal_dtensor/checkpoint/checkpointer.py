@@ -341,7 +341,7 @@ class Checkpointer:
         return files
 
     def _check(self, step: int) -> None:
-        """Verify the sizes and digests of this rank's part of a step's files against its manifest."""
+        """Verify sizes and digests of this rank's part of a step's files against the manifest."""
         files = sorted(self._manifest(step).items())
         own_files = files[dist.get_rank() :: dist.get_world_size()]
         for name, (size, digest) in own_files:

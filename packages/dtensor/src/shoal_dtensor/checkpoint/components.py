@@ -121,7 +121,7 @@ class ModuleLoad(ComponentLoad):
 
 
 def _is_extra_state(path: Path) -> bool:
-    """Tell whether the entry is inside the extra state of a module, which may have any structure."""
+    """Tell whether the entry is inside a module's extra state, which may have any structure."""
     return str(path[0]).endswith("_extra_state")
 
 
@@ -152,7 +152,7 @@ class ObjectLoad(ComponentLoad):
                 self.missing.append(name_of((*prefix, *leaf.path)))
 
     def finish(self, loaded: Mapping[str, Any]) -> None:
-        """Build the state as it was saved, with the object's own keys, and load it into the object."""
+        """Build the state as saved, with the object's own keys, and load it into the object."""
         state: dict[Any, Any] = {}
         for path, value in self.kept:
             insert(state, path, value)

@@ -251,7 +251,7 @@ def _leaves(value: Any, read: Callable[[Any], Any], name: Name = ()) -> Iterator
 
 
 def _part_of(name: Name, tensor: Tensor) -> tuple[_HeldPart, Shards]:
-    """Return this rank's part of a tensor, and each of its boxes with the view of the local tensor."""
+    """Return this rank's part of a tensor and its boxes, each with the view of the local tensor."""
     shape = tuple(tensor.shape)
     storage = f"{tensor.dtype} on {tensor.device.type}"
     if not isinstance(tensor, DTensor):

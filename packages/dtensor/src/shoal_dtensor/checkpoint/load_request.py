@@ -103,7 +103,7 @@ class LoadRequest:
     # --- entries that only one side has -----------------------------------------------------------
 
     def _check_complete(self) -> None:
-        """Raise for entries that only the state dict has, and for empty mappings in place of state."""
+        """Raise for entries only in the state dict, and for empty mappings in place of state."""
         for path in self._empty:
             below = [name for name in self.saved.under(path) if name not in self.targets]
             if below:

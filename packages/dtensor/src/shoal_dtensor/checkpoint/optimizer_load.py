@@ -53,7 +53,8 @@ class OptimizerLoad(ComponentLoad):
         optimizer: the optimizer, which stays as it is until `finish`.
         prefix: the keys that lead to it in the state dict.
         saved: the entries of the checkpoint.
-        find_names: returns the names of its parameters in a model of the same load, if there is one.
+        find_names: returns the names of its parameters in a model of the same load, if
+            there is one.
     """
 
     def __init__(

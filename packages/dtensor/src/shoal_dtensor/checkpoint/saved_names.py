@@ -1,4 +1,4 @@
-"""SavedNames: names of a checkpoint's entries as a tree, with small values that loads read first."""
+"""SavedNames: names of a checkpoint's entries as a tree, and small values that loads read first."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def insert(root: Any, path: Path, value: Any) -> None:
 
 
 def value_at(root: Any, path: Path) -> Any:
-    """Return the value at a path, whose keys are compared as text; None if the path leads nowhere."""
+    """Return the value at a path, with keys compared as text; None if the path leads nowhere."""
     value = root
     for key in path:
         if isinstance(value, Mapping):

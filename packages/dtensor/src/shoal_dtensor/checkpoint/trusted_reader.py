@@ -29,10 +29,12 @@ _MODULE = "torch.distributed.checkpoint"
 _CLASSES = {
     f"{_MODULE}.metadata.{name}"
     for name in (
-        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
-        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
     )
-} | {f"{_MODULE}.filesystem._StorageInfo", "torch.Size", "torch.serialization._get_layout"}  # fmt: skip
+} | {
+    f"{_MODULE}.filesystem._StorageInfo", "torch.Size", "torch.serialization._get_layout",
+}  # fmt: skip
 _PATHS = {
     "pathlib.PosixPath",
     "pathlib.WindowsPath",
@@ -100,7 +102,7 @@ class TrustedPlanner(DefaultLoadPlanner):
     """A planner that loads values that are not tensors only if they hold no code."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Store a value at its name, if its classes are allowed by `torch.load(weights_only=True)`."""
+        """Store a value at its name if `torch.load(weights_only=True)` allows its classes."""
         _load_value(str(read_item.dest_index.fqn), value)
         value.seek(0)
         super().load_bytes(read_item, value)

@@ -183,7 +183,7 @@ def _stays(row: Row, problem: ShardingProblem, axis: int, communicating: bool = 
 
 
 def _candidates(rows: Sequence[Row], problem: ShardingProblem, axis: int) -> list[Row]:
-    """Return the rows that some operand already follows on a mesh axis and all others can follow."""
+    """Return rows that some operand already follows on a mesh axis and all others can follow."""
     candidates = []
     for row in rows:
         unordered = problem.unordered and is_plain(row)
@@ -242,7 +242,7 @@ def _follows(entry: Entry, spec: Spec, axis: int, unordered: bool) -> bool:
 def _resolve(
     combination: Sequence[Row], problem: ShardingProblem, mesh: DeviceMesh
 ) -> Iterator[Operands]:
-    """Yield the specs that a combination of rows requires: one result per sharding of its factors."""
+    """Yield specs that a combination of rows requires: one result per sharding of its factors."""
     input_metas = [spec.tensor_meta for spec in problem.specs]
     axes_of_rows = _axes_by_row(combination)
     choices = [_factor_shardings(row, axes, problem, mesh) for row, axes in axes_of_rows]
@@ -282,7 +282,7 @@ def _place(
     shardings: FactorShardings,
     mesh: DeviceMesh,
 ) -> tuple[Spec, ...] | None:
-    """Return the specs of inputs or outputs from the entries of each axis; None if some do not fit."""
+    """Return specs of inputs or outputs from the entries of each axis; None if some do not fit."""
     specs: list[Spec] = []
     for i, meta in enumerate(metas):
         entries = [entries_of_axis[i] for entries_of_axis in entries_by_axis]

@@ -156,7 +156,7 @@ def _axes_of(spec: Spec, ranks: Sequence[int]) -> tuple[int, ...] | None:
 
 
 def check_strided(op: OpOverload, tensor: Any) -> None:
-    """Refuse to address elements by memory position in a view, unless each rank has the whole base."""
+    """Refuse addresses by memory position in a view, unless each rank has the whole base."""
     base = tensor if tensor._base is None else tensor._base
     # Inference tensors do not expose their base, so any of them may be a view of a part.
     is_part = base.numel() != tensor.numel() or tensor.is_inference()
@@ -253,7 +253,7 @@ def _meshes_of(cls: Any, element: Sequence[Any]) -> set[DeviceMesh | None]:
 def run_in_groups(
     op: OpOverload, groups: Sequence[Sequence[int]], *args: Any, **kwargs: Any
 ) -> list[Any] | None:
-    """Run a `foreach` operator on the elements of each group in turn and return the joined result."""
+    """Run a `foreach` operator on each group's elements in turn and return the joined result."""
     count = sum(map(len, groups))
     values = [*args, *kwargs.values()]
     results: list[Any] = [None] * count

@@ -241,7 +241,7 @@ def _new_op_cache(cls: Any, op: Any) -> _OpCache:
     # in every call.
     if op in BY_STRIDES:
         return cache
-    return scope.decisions.setdefault(id(op), cache)  # type: ignore[no-any-return]  # a scope stores any caches
+    return scope.decisions.setdefault(id(op), cache)  # type: ignore[no-any-return]  # untyped
 
 
 def _on_cache_miss(call: _Call, cache: _OpCache, key: tuple[Any, ...]) -> Any:

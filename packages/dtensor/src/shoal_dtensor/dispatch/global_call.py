@@ -216,7 +216,7 @@ def run_probe(
 
 
 def _builder(args: Sequence[Any], kwargs: Mapping[str, Any], *, has_values: bool = False) -> Build:
-    """Return a function that builds the arguments on a device: meta tensors, or values on the CPU."""
+    """Return a function that builds arguments on a device: meta tensors, or values on the CPU."""
 
     def build(device: torch.device) -> tuple[Sequence[Any], Mapping[str, Any]]:
         def make(value: Any) -> Any:

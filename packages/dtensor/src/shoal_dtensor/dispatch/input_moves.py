@@ -61,7 +61,7 @@ class CommunicationTexts(NamedTuple):
 
 
 def plan_moves(sharded: ShardedCall, copies: frozenset[int]) -> list[InputMove]:
-    """Plan the redistributions of inputs and `out=` arguments; refuse writes that cannot be made."""
+    """Plan redistributions of inputs and `out=` arguments; refuse writes that cannot be made."""
     _, call, specs, sharding = sharded
     # An `out=` argument is written in the layout of its output.
     outs = specs[len(sharding.inputs) :]

@@ -89,8 +89,8 @@ def verify_replicated(
     """`R -> check`: refuse plain tensors, unless they are equal candidates on all ranks.
 
     Values that do not exist yet (while tracing) are not compared; tensors on the meta device do not
-    have values and pass. `operation` is the operator; `candidates` is True if this rank takes all of the
-    tensors for candidates. The MixedTensorError is raised on every rank.
+    have values and pass. `operation` is the operator; `candidates` is True if this rank takes all
+    of the tensors for candidates. The MixedTensorError is raised on every rank.
     """
     if all(tensor.is_meta for tensor in tensors):
         return
@@ -143,8 +143,8 @@ _INSTEAD = {
     **dict.fromkeys(("mul_.Tensor", "_foreach_mul_", "_foreach_norm", "stack"), _CLIP),
     "copy_": "; to load full tensors, shoal_dtensor.set_model_state_dict(model, state_dict, "
     "options=StateDictOptions(full_state_dict=True))",
-    "_transformer_encoder_layer_fwd": "; parallelize the TransformerEncoderLayer, not its children one by one: a layer "
-    "with a plan computes without the kernel that fuses it",
+    "_transformer_encoder_layer_fwd": "; parallelize the TransformerEncoderLayer, not its children "
+    "one by one: a layer with a plan computes without the kernel that fuses it",
     # The constructor of DistributedDataParallel joins all parameters to one flat tensor.
     "cat.default": (
         "; for DistributedDataParallel of a module with both kinds, shoal_data_parallel.replicate"
@@ -168,9 +168,9 @@ def _text_of_mixed_tensors(operation: str, shapes: str) -> str:
     if operation.startswith("aten.copy_"):
         replicated = ""
     return (
-        f"{operation} got DTensors together with a plain tensor of shape {shapes}; make it a DTensor "
-        f"with distribute_tensor or DTensor.from_local{replicated}; a parameter of fully_shard is "
-        "gathered by calling its module or unshard(), and full_tensor() returns its "
+        f"{operation} got DTensors together with a plain tensor of shape {shapes}; make it a "
+        f"DTensor with distribute_tensor or DTensor.from_local{replicated}; a parameter of "
+        "fully_shard is gathered by calling its module or unshard(), and full_tensor() returns its "
         f"values{instead(operation)}"
     )
 
@@ -370,7 +370,7 @@ class _Probe(torch.Tensor):
     counted: ClassVar[list[int]] = []
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch's stub describes the bound form without func
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub describes the bound form
         cls, op: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         def count(tensor: torch.Tensor) -> None:
@@ -399,8 +399,8 @@ def _references_of_temporary() -> int:
 # arguments.
 _COMPOSING = frozenset(
     {
-        "torch._jit_internal", "torch._linalg_utils", "torch._lowrank", "torch.functional", "torch.masked._ops",
-        "torch.nn.functional", "torch.nn.modules.linear_cross_entropy",
+        "torch._jit_internal", "torch._linalg_utils", "torch._lowrank", "torch.functional",
+        "torch.masked._ops", "torch.nn.functional", "torch.nn.modules.linear_cross_entropy",
     }
 )  # fmt: skip
 _PACKAGE = __name__.rpartition(".")[0]
@@ -410,7 +410,7 @@ _SET_INSIDE = frozenset({("embedding_bag", "offsets")})
 
 
 def _composed_by_torch(cls: type, tensor: torch.Tensor) -> bool:
-    """Tell whether a Python function of torch without plain tensor arguments called the operator."""
+    """Tell whether a Python function of torch without plain tensor arguments calls the operator."""
     frames = (frame for frame, _ in walk_stack(sys._getframe(1)))
     callers = dropwhile(
         lambda frame: (
@@ -445,7 +445,7 @@ def _module(frame: FrameType) -> str:
 
 
 def check_recorded(operation: str, *shards: torch.Tensor) -> None:
-    """Refuse an operator if a recorder would record a shard as a constant with its present values."""
+    """Refuse an operator if a recorder would record a shard's present values as a constant."""
     if has_unrecorded(shards):
         raise NoRuleError(
             f"{operation} of a DTensor while torch.fx records operators (torch.func.linearize, "

@@ -246,7 +246,7 @@ def check_writes(
 
 
 def _overlaps_itself(spec: Spec) -> bool:
-    """Tell whether elements of a tensor share memory: expanded dims, or `unfold` with small steps."""
+    """Tell whether a tensor's elements share memory: expanded dims or `unfold` with small steps."""
     strided_dims = zip(spec.stride, spec.shape, strict=True)
     dims = [(step, n) for step, n in strided_dims if n > 1]
     if has_symbols(spec.stride):
@@ -277,9 +277,10 @@ def with_overlap_fallback(
 ) -> Callable[..., Any]:
     """Return a local function that may write to tensors that its other arguments overlap.
 
-    Kernels refuse overlaps by a rank's own sizes and strides, so they may refuse on some ranks only:
-    a shard of at most one element overlaps nothing, and a view of all elements has other strides
-    than its base if a dim has one element. The function then reads the arguments before it writes.
+    Kernels refuse overlaps by a rank's own sizes and strides, so they may refuse on some ranks
+    only: a shard of at most one element overlaps nothing, and a view of all elements has other
+    strides than its base if a dim has one element. The function then reads the arguments before
+    it writes.
 
     Args:
         call: the local function of an operator.
@@ -346,7 +347,7 @@ def bump_versions(
 
 
 def in_place_view(op: OpOverload) -> Callable[..., Any] | None:
-    """Return a function that takes a view in place of a DTensor; None if `op` is not such a view."""
+    """Return a function that views a DTensor in place; None if `op` is not such a view."""
     view = view_of(op)
     if view is None:
         return None

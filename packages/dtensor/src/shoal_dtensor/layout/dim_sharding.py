@@ -63,8 +63,8 @@ def _sizes(length: int, step: int, shards: int) -> tuple[int, ...]:
     """Return the sizes of the shards: full shards of `step`, a shorter one, and empty ones."""
     full = int(length // step) if step else 0
     rest = length - full * step
-    # Example: 7 elements in 4 shards of up to 3 are 2 full shards and a rest of 1. The sizes are the
-    # first 4 of (3, 3, 1, 0, 0, 0, 0).
+    # Example: 7 elements in 4 shards of up to 3 are 2 full shards and a rest of 1. The sizes are
+    # the first 4 of (3, 3, 1, 0, 0, 0, 0).
     sizes = (step,) * full + (rest, *(0,) * shards)
     return sizes[:shards]
 

@@ -238,7 +238,8 @@ class StridedShard(Placement):
 
     Raises:
         PlacementError: if `split_factor`, `multiple_of` or `outer_shards` is below 1 or a size is
-            negative, if `sizes` and `multiple_of` are both given, or `outer_shards` without `sizes`.
+            negative, if `sizes` and `multiple_of` are both given, or `outer_shards`
+            without `sizes`.
         ArgumentTypeError: if `split_factor` and `sf` are both given.
 
     Example:

@@ -82,9 +82,9 @@ class Spec(Interned):
     """
 
     __slots__ = (
-        "__weakref__", "_boxes", "coordinate", "device_mesh", "dim_shardings", "dtype", "even", "example", "is_strided",
-        "local_shape", "mesh", "ndim", "partials", "placements", "replicated", "shape", "shard_order", "stride",
-        "tensor_meta",
+        "__weakref__", "_boxes", "coordinate", "device_mesh", "dim_shardings", "dtype", "even",
+        "example", "is_strided", "local_shape", "mesh", "ndim", "partials", "placements",
+        "replicated", "shape", "shard_order", "stride", "tensor_meta",
     )  # fmt: skip
     _CHANGED_BY: ClassVar[str] = "; use with_()"
     # called before the first spec is made: setup that an import must not do

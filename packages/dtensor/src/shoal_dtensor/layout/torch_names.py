@@ -51,7 +51,8 @@ class DTensorSpec:
     Example:
         >>> from shoal_mesh import abstract_mesh
         >>> from shoal_dtensor import Shard
-        >>> DTensorSpec(abstract_mesh((2,), rank=0), (Shard(0),), TensorMeta(torch.Size([4]), (1,), torch.float32))
+        >>> meta = TensorMeta(torch.Size([4]), (1,), torch.float32)
+        >>> DTensorSpec(abstract_mesh((2,), rank=0), (Shard(0),), meta)
         Spec(f32[4@(0)] on (0=2))
     """
 

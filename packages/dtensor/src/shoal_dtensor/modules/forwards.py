@@ -173,7 +173,7 @@ def _call_with_signature(cls: type[ModuleForward], forward: Any) -> FunctionType
     )
     function.__kwdefaults__ = call.__kwdefaults__
     function.__qualname__ = call.__qualname__
-    function.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]  # what `inspect` looks for
+    function.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]  # for inspect
     return function
 
 

@@ -100,7 +100,7 @@ def _empty(base: type, cls: type) -> Any:
 
 
 class Owner(Protocol):
-    """A layer that averages the gradients of parameters over data axes, and may shard them there."""
+    """A layer that averages gradients of parameters over data axes, and may shard them there."""
 
     # the name of the function that made the owner: fully_shard or replicate
     made_by: str
@@ -172,8 +172,8 @@ def releasable_owners(module: nn.Module, mesh: DeviceMesh | None = None) -> list
         if any(map(has_own_hooks, owner.held_parameters())):
             raise LayoutError(
                 "a style on a module with parameters that got gradient hooks after "
-                f"{owner.made_by}: the style would replace the parameters; register hooks after all "
-                "styles are applied"
+                f"{owner.made_by}: the style would replace the parameters; register hooks after "
+                "all styles are applied"
             )
         if owner.keeps_gradients:
             raise StyleError(
@@ -253,7 +253,7 @@ def has_hooks(param: Tensor) -> bool:
 
 
 def has_own_hooks(param: Any) -> bool:
-    """Tell whether a DTensor parameter has gradient hooks of its user besides carried-over hooks."""
+    """Tell whether a DTensor parameter has its user's gradient hooks besides carried-over hooks."""
     if not isinstance(param, DTensor):
         return False
     tensor_hooks = param._backward_hooks or {}
@@ -332,7 +332,7 @@ def carry_attached(old: Any, new: Any) -> None:
 
 
 def holds_tensors(param: Tensor | None) -> bool:
-    """Tell whether a parameter consists of tensors, as quantized weights do, and is not a DTensor."""
+    """Tell whether a parameter is made of tensors, like quantized weights, and is not a DTensor."""
     return hasattr(param, "__tensor_flatten__") and not hasattr(param, "device_mesh")
 
 

@@ -66,8 +66,9 @@ def clip_grad_norm_(
         >>> from shoal_mesh import init_device_mesh
         >>> from shoal_mesh.testing import fake_world
         >>> with fake_world(1):
-        ...     weight = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)), [Shard(0)]).requires_grad_()
-        ...     weight.grad = distribute_tensor(torch.tensor([3.0, 4.0]), weight.device_mesh, [Shard(0)])
+        ...     mesh = init_device_mesh("cpu", (1,))
+        ...     weight = distribute_tensor(torch.ones(2), mesh, [Shard(0)]).requires_grad_()
+        ...     weight.grad = distribute_tensor(torch.tensor([3.0, 4.0]), mesh, [Shard(0)])
         ...     clip_grad_norm_([weight], 1.0), weight.grad.to_local()
         (tensor(5.), tensor([0.6000, 0.8000]))
     """
@@ -93,7 +94,9 @@ def clip_grad_norm_(
             f"clip_grad_norm_: the norm of order {order} of the gradients is {total.item()}; pass "
             "error_if_nonfinite=False to scale by it anyway"
         )
-    nn.utils.clip_grads_with_norm_([_Holder(shard) for shard in shards], max_norm, total, foreach)  # type: ignore[misc]  # only `grad` is read
+    # torch reads only `grad` of these.
+    holders: Any = [_Holder(shard) for shard in shards]
+    nn.utils.clip_grads_with_norm_(holders, max_norm, total, foreach)
     return total
 
 
@@ -272,16 +275,17 @@ def _over_ranks(gradients: Sequence[Any], part: _Part, value: Tensor, op: str) -
 
 
 def _looked_up(gradients: tuple[Spec | torch.dtype, ...]) -> _Contribution:
-    """Return `_contribution`, as a constant for compilers, which guard the specs of the gradients."""
+    """Return `_contribution` as a constant for compilers, which guard the gradients' specs."""
     return _contribution(gradients)
 
 
-_looked_up._dynamo_marked_constant = True  # type: ignore[attr-defined]  # the mark that assume_constant_result makes, without importing the compiler
+# `assume_constant_result` makes the same mark, but it imports the compiler.
+_looked_up._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch's mark
 
 
 @lru_cache(maxsize=64)
 def _contribution(gradients: tuple[Spec | torch.dtype, ...]) -> _Contribution:
-    """Return this rank's contribution: a replicated gradient counts at its axis's first coordinate."""
+    """Return this rank's contribution: replicated gradients count at an axis's first coordinate."""
     # positions of the gradients of each mesh; the key None is for plain gradients
     members: dict[Any, list[int]] = {}
     specs: Any = gradients

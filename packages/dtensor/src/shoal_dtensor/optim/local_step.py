@@ -86,7 +86,8 @@ def local_step(optimizer: O) -> O:
         >>> from shoal_dtensor import Shard, distribute_tensor
         >>> with fake_world(4):
         ...     mesh = init_device_mesh("cpu", (4,))
-        ...     weight = torch.nn.Parameter(distribute_tensor(torch.ones(8), mesh, [Shard(0)], src_data_rank=None))
+        ...     ones = distribute_tensor(torch.ones(8), mesh, [Shard(0)], src_data_rank=None)
+        ...     weight = torch.nn.Parameter(ones)
         ...     optimizer = local_step(torch.optim.AdamW([weight], lr=0.5, weight_decay=0.0))
         ...     weight.grad = torch.ones_like(weight)
         ...     optimizer.step()
@@ -113,8 +114,11 @@ def _collect_shards(optimizer: Any, group: dict[str, Any], *lists: list[Any]) ->
     torch fills them with DTensors, and makes the state of the first step. Then shards take the
     DTensors' place:
 
-        parameters [DTensor, Tensor], gradients [DTensor, Tensor], exp_avg [DTensor, Tensor], step [Tensor, Tensor]
-        parameters [shard,   Tensor], gradients [shard,   Tensor], exp_avg [shard,   Tensor], step [Tensor, Tensor]
+        list        filled by torch    for the step
+        parameters  [DTensor, Tensor]  [shard, Tensor]
+        gradients   [DTensor, Tensor]  [shard, Tensor]
+        exp_avg     [DTensor, Tensor]  [shard, Tensor]
+        step        [Tensor, Tensor]   [Tensor, Tensor]
 
     If a value does not have a shard to step on (partial parameters, plain gradients or states of
     DTensors), all values stay DTensors, and the update runs operator by operator.
@@ -144,7 +148,7 @@ def _collect_shards(optimizer: Any, group: dict[str, Any], *lists: list[Any]) ->
 def _shards(
     values: list[Any], params: list[Any], specs: Sequence[Spec | None], state: Any
 ) -> list[Any]:
-    """Return the shards of one list: of parameters, of gradients, or of one value of their state."""
+    """Return the shards of one list: parameters, gradients, or one value of their state."""
     shards = []
     # Lists for options that are not used are empty.
     for value, param, spec in zip(values, params, specs, strict=False):
@@ -177,7 +181,7 @@ def _shard(value: Any, param: Any, spec: Spec | None, state: Any) -> Any:
 
 
 class _Groups:
-    """The parameter groups for a step: the groups that the optimizer has after the step's closure."""
+    """Parameter groups for a step: the groups that the optimizer has after the step's closure."""
 
     def __init__(self, optimizer: Optimizer, assigned: dict[Any, dict[str, Any]]) -> None:
         self._optimizer = optimizer
@@ -245,7 +249,7 @@ _MUON_GROUP = 2**25
 
 @torch.no_grad()
 def _muon_step(optimizer: Any) -> None:
-    """Step a `torch.optim.Muon` whose parameters may be DTensors; hooks run around this function."""
+    """Step a `torch.optim.Muon` that may have DTensors; hooks run around this function."""
     for group in optimizer.param_groups:
         params: list[Any] = [param for param in group["params"] if param.grad is not None]
         moves = [_to_whole(param) if isinstance(param, DTensor) else None for param in params]

@@ -1,4 +1,4 @@
-"""`NormScope`: the ranks whose parameters count in one norm, for models with stages on several ranks.
+"""`NormScope`: ranks whose parameters count in one norm, for models with stages on several ranks.
 
 A package that divides the parameters of a model among ranks registers a scope. `clip_grad_norm_`
 then computes the norm of the whole model from any rank's parameters.

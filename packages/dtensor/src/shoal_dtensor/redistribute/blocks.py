@@ -66,9 +66,15 @@ def exchange_blocks(me: int, before: Holdings, after: Holdings) -> Blocks:
     `before` and `after` are the boxes of the members before and after the exchange.
 
     Example:
-        >>> rows, columns = [[((0, 1), (0, 2))], [((1, 2), (0, 2))]], [[((0, 2), (0, 1))], [((0, 2), (1, 2))]]
-        >>> exchange_blocks(0, rows, columns)
-        Blocks(sends=((1, ((0, 1), (1, 2))),), receives=((1, ((1, 2), (0, 1))),), kept=(((0, 1), (0, 1)),))
+        >>> rows = [[((0, 1), (0, 2))], [((1, 2), (0, 2))]]
+        >>> columns = [[((0, 2), (0, 1))], [((0, 2), (1, 2))]]
+        >>> blocks = exchange_blocks(0, rows, columns)
+        >>> blocks.sends
+        ((1, ((0, 1), (1, 2))),)
+        >>> blocks.receives
+        ((1, ((1, 2), (0, 1))),)
+        >>> blocks.kept
+        (((0, 1), (0, 1)),)
     """
     sends: list[Block] = []
     receives: list[Block] = []
@@ -144,7 +150,8 @@ def move_blocks(moves: Iterable[BlockMove], comm: Comm | None) -> None:
     Example:
         >>> import torch
         >>> before, after = [[((0, 1),), ((1, 3),)]], [[((0, 3),)]]
-        >>> held, wanted = zip(before[0], torch.arange(3).split([1, 2])), torch.zeros(3, dtype=torch.long)
+        >>> held = zip(before[0], torch.arange(3).split([1, 2]))
+        >>> wanted = torch.zeros(3, dtype=torch.long)
         >>> blocks = exchange_blocks(0, before, after)
         >>> move_blocks([BlockMove(blocks, [*held], [(after[0][0], wanted)])], None)
         >>> wanted

@@ -223,7 +223,7 @@ def _gather_strided(spec: Spec, *others: Spec) -> Spec:
 
 
 def _with_replicated(spec: Spec, axes: Collection[int]) -> Spec:
-    """Return a spec with these axes replicated; the placements determine the order of the others."""
+    """Return a spec with these axes replicated; placements determine the order of the others."""
     placements = [Replicate() if axis in axes else p for axis, p in enumerate(spec.placements)]
     return spec.with_(placements=placements)
 

@@ -135,8 +135,11 @@ def redistribute_shards(
         >>> from shoal_mesh.testing import fake_world
         >>> with fake_world(2):
         ...     mesh = init_device_mesh("cpu", (2,))
-        ...     moves = [(Spec(mesh, [Shard(0)], (n,)), Spec(mesh, [Replicate()], (n,))) for n in (2, 4)]
-        ...     in_flight = redistribute_shards([torch.zeros(1), torch.zeros(2)], moves)  # one all-gather
+        ...     moves = [
+        ...         (Spec(mesh, [Shard(0)], (n,)), Spec(mesh, [Replicate()], (n,))) for n in (2, 4)
+        ...     ]
+        ...     shards = [torch.zeros(1), torch.zeros(2)]
+        ...     in_flight = redistribute_shards(shards, moves)  # one all-gather
         ...     [tuple(tensor.shape) for tensor in in_flight.wait()]
         [(2,), (4,)]
     """

@@ -24,17 +24,17 @@ class Step:
 
     Its name is its kind:
 
-        AllGather      S -> R: every rank gets the boxes of the others over `axes`, which shard `dims`
+        AllGather      S -> R: every rank gets the others' boxes over `axes`, which shard `dims`
         ReduceScatter  P -> S: reduce over `axes`, each rank keeping its part of `dims`
         AllReduce      P -> R: reduce over `axes`, every rank keeping all
         AllToAll       S(i) -> S(j), all shards equally large; `dims` are i and j
-        Exchange       any sharding -> any sharding: one all-to-all in which each rank receives only missing elements
-        Transfer       any sharding on one mesh -> any sharding on another: an exchange among the ranks of both
+        Exchange       any sharding -> any sharding: one all-to-all of only the missing elements
+        Transfer       any sharding on a mesh -> any on another: an exchange among ranks of both
 
     and without communication:
 
         Slice          R -> S: each rank keeps its own part
-        MakePartial    R or S -> P: each rank holds its values in place, elsewhere the reduction's neutral value
+        MakePartial    R or S -> P: a rank's values in place, elsewhere a reduction's neutral value
         Scale          P(sum) <-> P(avg): multiply by the number of ranks (`factor`) or divide by it
         Reshape        the same elements under another shape, which folds dims or unfolds them
     """

@@ -13,14 +13,14 @@ earlier, at -5 and at -2. Only the parts in a range that a rank wants are sent:
 Halos are the border rows of other ranks that windows along a sharded dim read. A convolution of 8
 rows with kernel 3 and padding 1, sharded as 4 + 4 on 2 ranks (`-` is padding):
 
-    rank 0 holds  0 1 2 3        computes outputs 0..3, reads  - 0 1 2 3 4    row 4 is its halo, from rank 1
-    rank 1 holds  4 5 6 7        computes outputs 4..7, reads  3 4 5 6 7 -    row 3 is its halo, from rank 0
+    rank 0 holds  0 1 2 3  computes outputs 0..3, reads  - 0 1 2 3 4  row 4 is its halo, from rank 1
+    rank 1 holds  4 5 6 7  computes outputs 4..7, reads  3 4 5 6 7 -  row 3 is its halo, from rank 0
 
 In a transposed convolution with stride 2, kernel 3 and padding 1, input `i` adds to the outputs
 2i-1, 2i and 2i+1. With 4 inputs and 7 outputs:
 
-    rank 0 holds  0 1            computes outputs 0..3, reads  0 1 2          input 2 adds to output 3
-    rank 1 holds  2 3            computes outputs 4..6, reads  2 3
+    rank 0 holds  0 1  computes outputs 0..3, reads  0 1 2  input 2 adds to output 3
+    rank 1 holds  2 3  computes outputs 4..6, reads  2 3
 
 Rank 0 calls the kernel without padding on the inputs 0 1 2. The kernel returns the outputs -1..5:
 input 0 adds to -1, and input 2 adds to 5. They are cropped to 0..3. Outputs that the kernel does
@@ -55,7 +55,7 @@ Interval = tuple[int, int]
 
 
 class RelocatedBlock(NamedTuple):
-    """Elements that one rank sends to another: their places in the shard and in the wanted range."""
+    """Elements that a rank sends to another: their places in the shard and in the wanted range."""
 
     in_shard: int
     in_wanted: int

@@ -244,7 +244,7 @@ def _all_replicated(tensors: Sequence[Tensor]) -> bool:
 def _give_type(
     output: Tensor, tensor_type: TensorType, before: Sequence[tuple[Tensor, TensorType | None]]
 ) -> None:
-    """Give an output its type; a tensor that was written in place must keep the type that it has."""
+    """Give an output its type; a tensor that was written in place must keep its type."""
     for tensor, present in before:
         if tensor is not output:
             continue
@@ -273,7 +273,7 @@ def _common_axes(func: OpOverload, operands: Sequence[Operand]) -> tuple[MeshAxi
 
 
 def _place_of(func: OpOverload) -> str:
-    """Return the line of the program that calls an operator, and the operator's name, for errors."""
+    """Return the program's line that calls an operator, and the operator's name, for errors."""
     name = signature_of(func).name.removeprefix("aten::")
     return f"{user_line()}: {name}"
 

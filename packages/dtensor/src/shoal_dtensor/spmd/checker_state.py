@@ -1,4 +1,4 @@
-"""State of the checker in this thread: the active checker, pauses, and functions that are not checked."""
+"""The checker's state in this thread: active checker, pauses, and functions not to check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Types at the boundary of `local_map`: of the local inputs, and of the outputs that become DTensors."""
+"""Types at the boundary of `local_map`: of local inputs, and of outputs that become DTensors."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def _reduced_spec(spec: Spec) -> Spec:
 
 
 def in_layout(layout: Spec, grad: Spec) -> Spec:
-    """Return the spec of a gradient in a layout, with the gradient's own shape, stride and dtype."""
+    """Return a gradient's spec in a layout, with the gradient's own shape, stride and dtype."""
     if grad.stride == layout.stride and grad.dtype == layout.dtype and grad.shape == layout.shape:
         return layout
     return layout.with_(shape=grad.shape, stride=grad.stride, dtype=grad.dtype)

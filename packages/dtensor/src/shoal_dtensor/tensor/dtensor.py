@@ -191,8 +191,10 @@ class DTensor(torch.Tensor):
                 "DTensor.from_local: grad_placements is a list",
                 ArgumentTypeError,
             )
-            return apply(FromLocal, local, DTensor, spec, grad_placements)  # type: ignore[no-any-return]  # of torch
-        return wrap_local(DTensor, local.detach() if local.requires_grad else local, spec, False)  # type: ignore[no-any-return]  # it makes the class it is given
+            from_local: DTensor = apply(FromLocal, local, DTensor, spec, grad_placements)
+            return from_local
+        local = local.detach() if local.requires_grad else local
+        return wrap_local(DTensor, local, spec, False)  # type: ignore[no-any-return]  # a DTensor
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """`placements -> V`: return this rank's shard; differentiable.
@@ -249,12 +251,14 @@ class DTensor(torch.Tensor):
         has_history = torch.is_grad_enabled() and self.requires_grad
         if has_history or INTERCEPTED or forward_level() >= 0:
             dtypes = (forward_dtype, backward_dtype)
-            return apply(Redistribute, self, DTensor, target, dtypes, async_op)  # type: ignore[no-any-return]  # of torch
+            moved: DTensor = apply(Redistribute, self, DTensor, target, dtypes, async_op)
+            return moved
         source = (
             self if forward_dtype is None or forward_dtype == self.dtype else self.to(forward_dtype)
         )
         target = target if forward_dtype is None else target.with_(dtype=forward_dtype)
-        return redistributed(DTensor, source, target, async_op=async_op)  # type: ignore[no-any-return]  # gives the class it gets
+        result: DTensor = redistributed(DTensor, source, target, async_op=async_op)
+        return result
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """`any -> R -> V`: return the global tensor on every rank; differentiable.
@@ -267,13 +271,16 @@ class DTensor(torch.Tensor):
         return whole.to_local(grad_placements=grad_placements)
 
     def requires_grad_(self, requires_grad: bool = True) -> DTensor:
-        """Record operations on this tensor; hooks receive a leaf's gradient in the leaf's layout."""
+        """Record operations on the tensor; hooks receive a leaf's gradient in the leaf's layout."""
         super().requires_grad_(requires_grad)
         if requires_grad and self.is_leaf:
             install_gradient_hook(DTensor, self)
         return self
 
-    requires_grad: property = property(BASE.requires_grad.__get__, requires_grad_)  # type: ignore[arg-type]  # returns the tensor
+    requires_grad: property = property(
+        BASE.requires_grad.__get__,
+        requires_grad_,  # type: ignore[arg-type]  # returns the tensor
+    )
 
     def register_hook(self, hook: Callable[[Any], Any]) -> Any:
         """Call `hook` on the gradient, and replace the gradient if the hook returns another one.
@@ -297,11 +304,11 @@ class DTensor(torch.Tensor):
                 # hooks of that tensor. The assignment makes autograd call the hooks of this one.
                 install_gradient_hook(DTensor, self)
                 self._backward_hooks = self._backward_hooks
-        return super().register_hook(hook)  # type: ignore[no-untyped-call]  # torch gives it no types
+        return super().register_hook(hook)  # type: ignore[no-untyped-call]  # of torch
 
     @property
     def data(self) -> Any:
-        """The tensor without autograd history; assigning replaces shard, layout, shape and dtype."""
+        """Tensor without autograd history; assigning replaces shard, layout, shape and dtype."""
         return self.detach()
 
     @data.setter
@@ -382,7 +389,8 @@ class DTensor(torch.Tensor):
         return f"DTensor({meta}, {layout}, local_tensor={self._local_tensor!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
-        return serialization.deep_copy(DTensor, self, memo)  # type: ignore[no-any-return]  # gives the class it gets
+        copy: DTensor = serialization.deep_copy(DTensor, self, memo)
+        return copy
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return serialization.reduce(DTensor, self)
@@ -454,15 +462,16 @@ class DeferredDTensor(DTensor):
 
     __slots__ = ()
 
+    # The slot of the class has the batch until the local tensor arrives.
     @property
-    def _local_tensor(self) -> torch.Tensor:  # type: ignore[override]  # the slot, which has the batch until it arrives
+    def _local_tensor(self) -> torch.Tensor:  # type: ignore[override]  # a property for a slot
         DTensor.local_slot.__get__(self).flush()
         return DTensor.local_slot.__get__(self)  # type: ignore[no-any-return]  # a slot has no type
 
     def arrive(self, local: torch.Tensor) -> None:
         """Take the local tensor."""
         DTensor.local_slot.__set__(self, local)
-        self.__class__ = DTensor  # type: ignore[assignment]  # same layout, and nothing is pending any more
+        self.__class__ = DTensor  # type: ignore[assignment]  # same layout, nothing is pending
 
 
 def run_on_pending(
@@ -498,7 +507,9 @@ DeferredDTensor.__torch_dispatch__ = MethodType(run_on_pending, DTensor)
 DTensor.copied_view = _CopiedView
 DTensor.pending = DeferredDTensor
 DTensor.local_slot = DTensor.__dict__["_local_tensor"]
-_CopiedView._local_tensor = local_of_copied_view(DTensor.local_slot)  # type: ignore[assignment]  # a property for a slot
+_CopiedView._local_tensor = local_of_copied_view(  # type: ignore[assignment]  # for a slot
+    DTensor.local_slot
+)
 
 
 @whole_when_compiled

@@ -288,7 +288,8 @@ def install_gradient_hook(cls: Any, leaf: Any) -> None:
         if type(hook) is ParameterGradientHook:
             hooks[name] = ParameterGradientHook(cls, leaf._spec)
             return
-    Tensor.register_hook(leaf, ParameterGradientHook(cls, leaf._spec))  # type: ignore[no-untyped-call]  # no types
+    hook = ParameterGradientHook(cls, leaf._spec)
+    Tensor.register_hook(leaf, hook)  # type: ignore[no-untyped-call]  # no types
 
 
 def update_hooks(leaf: Any) -> None:

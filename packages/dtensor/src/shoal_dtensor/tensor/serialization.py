@@ -145,7 +145,7 @@ def checkpoint_chunks(tensor: Any) -> list[Any]:
     local: Any = tensor._local_tensor
     # torch's LocalShardsWrapper holds several shards
     if hasattr(local, "__create_chunk_list__"):
-        return local.__create_chunk_list__()  # type: ignore[no-any-return]  # the protocol of checkpoints
+        return local.__create_chunk_list__()  # type: ignore[no-any-return]  # torch's protocol
     return chunks_of(box for box, _ in _boxes(tensor._spec))
 
 
@@ -169,7 +169,8 @@ def checkpoint_write_items(tensor: Any, fqn: str, _: Any) -> list[Any]:
     local: Any = tensor._local_tensor
     if hasattr(local, "__create_write_items__"):
         refuse_partial(tensor)
-        return local.__create_write_items__(fqn, tensor)  # type: ignore[no-any-return]  # the protocol of checkpoints
+        items: list[Any] = local.__create_write_items__(fqn, tensor)
+        return items
     return write_items(fqn, checkpoint_chunks(tensor), torch.Size(tensor._spec.shape), local)
 
 
@@ -197,7 +198,8 @@ def checkpoint_shard(tensor: Any, index: Any) -> torch.Tensor:
     refuse_partial(tensor)
     local: Any = tensor._local_tensor
     if hasattr(local, "__get_tensor_shard__"):
-        return local.__get_tensor_shard__(index)  # type: ignore[no-any-return]  # the protocol of checkpoints
+        shard: torch.Tensor = local.__get_tensor_shard__(index)
+        return shard
     boxes = _boxes(tensor._spec)
     for box, place in boxes:
         origin = tuple([start for start, _ in box])
@@ -259,7 +261,7 @@ def _stage(
     memo: dict[int, Any],
     **options: Any,
 ) -> Any:
-    """Copy a tensor as torch's stager does: part by part if it is of the kind, with its attributes."""
+    """Copy a tensor like torch's stager: part by part if it is of the kind, with its attributes."""
     if not isinstance(tensor, kind.cls):
         return original(stager, tensor, memo, **options)
     copy_of = stager.deepcopy_with_tensor_offload

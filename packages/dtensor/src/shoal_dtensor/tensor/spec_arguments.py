@@ -118,7 +118,7 @@ def global_spec(  # noqa: PLR0913  # the arguments of from_local
     *,
     run_check: bool,
 ) -> tuple[Spec, torch.Tensor]:
-    """Return the spec of the DTensor with `local` as its shard here, and the local tensor to use."""
+    """Return the spec of the DTensor with `local` as shard here, and the local tensor to use."""
     require_tensor(local, "DTensor.from_local: local_tensor is a plain tensor")
     placements, shard_order = read_placements(mesh, placements, shard_order)
     # Marks for "conjugate (or negate) later" are ignored on a tensor inside a subclass.
@@ -353,7 +353,8 @@ def layout_of_ranks(  # noqa: PLR0913  # what a tensor is made of, and what is c
 
 
 # A row of `layout_of_ranks` has the digest, the facts, a number of the placements and this many
-# sizes, filled up with zeros. Example: a shard of (3, 5) is [digest, facts, placements, 3, 5, 0, ...].
+# sizes, filled up with zeros. Example: a shard of (3, 5) is [digest, facts,
+# placements, 3, 5, 0, ...].
 _MAX_DIMS = 16
 # The facts are one number. Bits 0 to 7 are the number of dims, bits 8 to 15 the dtype, bit 16 tells
 # whether a gradient is recorded, and the other bits are a checksum of the memory order.

@@ -141,7 +141,7 @@ def _result_of_member(
 
 
 def _block(buffer: Tensor, member: int, call: CollectiveCall, members: int) -> Tensor:
-    """Return one member's block of a buffer; the blocks have equal sizes unless the call has some."""
+    """Return a member's block of a buffer; the blocks have equal sizes unless the call has some."""
     sizes = list(call.sizes)
     if not sizes:
         sizes = [len(buffer) // members] * members
@@ -165,7 +165,8 @@ def local_shards(
     Example:
         >>> from shoal_mesh import abstract_mesh
         >>> from shoal_dtensor import Shard
-        >>> local_shards(torch.arange(3), Spec(abstract_mesh((2,)), (Shard(0),), (3,), dtype=torch.int64))
+        >>> spec = Spec(abstract_mesh((2,)), (Shard(0),), (3,), dtype=torch.int64)
+        >>> local_shards(torch.arange(3), spec)
         [tensor([0, 1]), tensor([2])]
     """
     split = first_term if generator is None else partial(random_terms, generator=generator)

@@ -175,7 +175,8 @@ def on_threads(
     Example:
         >>> from shoal_mesh import all_reduce
         >>> meshes = thread_meshes((2,))
-        >>> on_threads([lambda mesh=mesh: all_reduce(torch.ones(2), (mesh, 0)) for mesh in meshes], meshes)
+        >>> sums = [lambda mesh=mesh: all_reduce(torch.ones(2), (mesh, 0)) for mesh in meshes]
+        >>> on_threads(sums, meshes)
         [tensor([2., 2.]), tensor([2., 2.])]
     """
     simulation = Simulation.of(meshes[0])

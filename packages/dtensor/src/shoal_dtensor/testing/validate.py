@@ -278,7 +278,7 @@ class CallTrial:
     def try_out(
         self, report: Report, shape: tuple[int, ...], rows: tuple[Row, ...], shardings: Shardings
     ) -> set[int]:
-        """Run one case and record errors; return the mesh axes of its local functions' collectives."""
+        """Run a case, record errors, and return mesh axes of its local functions' collectives."""
         meshes = self.meshes_of(shape)
         simulation = Simulation.of(meshes[0])
         simulation.used_groups.clear()

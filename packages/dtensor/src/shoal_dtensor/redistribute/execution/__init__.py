@@ -1,4 +1,4 @@
-"""Execution of plans on this rank: its part of each step, single plans, and messages that serve many plans.
+"""Execution of plans on a rank: its part of each step, single plans, and messages of many plans.
 
 May import: blocks, steps.
 """

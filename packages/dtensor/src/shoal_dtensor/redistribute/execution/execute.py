@@ -168,7 +168,7 @@ MAX_ELEMENTS = 256
 
 
 def run_cached(plan: Plan, local: Tensor, owner: Any, *, fresh: bool = False) -> Tensor:
-    """Return the result of `run_plan`; if it is a small partial norm, cache it on the DTensor `owner`.
+    """Return the result of `run_plan`; a small partial norm is cached on the DTensor `owner`.
 
     A write to `owner` invalidates the cache. With `fresh`, return a copy of the cached value.
     """
@@ -359,7 +359,8 @@ class PackedCollective:
             buffers.append(leg.rank_step.prepare(local))
         if self._is_unpacked:
             leg = self._legs[0]
-            return bind(leg.call, leg.step.src.mesh, async_op=True)(buffers[0])  # type: ignore[no-any-return]  # `bind` returns any collective
+            start = bind(leg.call, leg.step.src.mesh, async_op=True)
+            return start(buffers[0])  # type: ignore[no-any-return]  # `bind` returns any collective
         blocks = self._blocks_to_send(buffers)
         buffers.clear()
         comm = self._comm

@@ -287,7 +287,7 @@ class _BlockGrid(NamedTuple):
 
 
 def _all_gather(step: Step, coordinate: Coordinate) -> RankStep:
-    """Return the rank step of an AllGather: blocks of the ranks along the axes make up a larger box."""
+    """Return an AllGather's rank step: blocks of the ranks along the axes make up a larger box."""
     shape = shape_of(step.dst.box(coordinate))
     if not volume(step.dst.box(coordinate)):
         return RankStep(finish=lambda local, _: local.new_empty(shape))
@@ -301,7 +301,7 @@ def _all_gather(step: Step, coordinate: Coordinate) -> RankStep:
 
 
 def _reduce_scatter(step: Step, coordinate: Coordinate) -> RankStep:
-    """Return the rank step of a ReduceScatter: a box is split into blocks for the ranks along the axes."""
+    """Return a ReduceScatter's rank step: it splits a box into blocks for ranks along the axes."""
     shape = shape_of(step.dst.box(coordinate))
     if not volume(step.src.box(coordinate)):
         return RankStep(finish=lambda local, _: local.new_empty(shape))

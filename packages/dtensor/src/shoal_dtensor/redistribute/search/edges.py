@@ -239,10 +239,10 @@ def convert_partials(space: Space, before: State) -> list[Edge]:
     inside the coarser shard, and the neutral value of the reduction in the rest. If a replicated
     axis is to shard the same dim in the goal, only its part of the coarser shard is kept:
 
-        mesh (2, 2), 8 columns: R, S(1) -> S(1), P         rank      (0, 0)    (0, 1)    (1, 0)    (1, 1)
-        it has columns                                               0 1 2 3   4 5 6 7   0 1 2 3   4 5 6 7
-        it has to hold columns, to be added over axis 1              0 1 2 3   0 1 2 3   4 5 6 7   4 5 6 7
-        so it holds                                                  0 1 2 3   0 0 0 0   0 0 0 0   4 5 6 7
+        mesh (2, 2), 8 columns: R, S(1) -> S(1), P   rank      (0, 0)    (0, 1)    (1, 0)    (1, 1)
+        it has columns                                         0 1 2 3   4 5 6 7   0 1 2 3   4 5 6 7
+        it has to hold columns, to be added over axis 1        0 1 2 3   0 1 2 3   4 5 6 7   4 5 6 7
+        so it holds                                            0 1 2 3   0 0 0 0   0 0 0 0   4 5 6 7
     """
     edges = []
     state = before

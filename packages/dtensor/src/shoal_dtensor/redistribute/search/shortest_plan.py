@@ -343,7 +343,7 @@ class _Search:
                 self.push(trail.extended_by([reduce_scatter(space, state, after)]))
 
     def nearest(self, state: State) -> list[tuple[float, State]]:
-        """Return states with the same axes to reduce and make partial, nearest to the goal first."""
+        """Return states with equal axes to reduce and make partial, nearest to the goal first."""
         key = (state.to_reduce, state.to_make_partial, state.to_rescale)
         nearest = self.nearest_states.get(key)
         if nearest is None:

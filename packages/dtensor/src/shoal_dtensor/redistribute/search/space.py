@@ -9,9 +9,11 @@ like torch.chunk, or with explicit sizes of the source or the destination. Equal
 object. A set of axes is a bit mask. Axes of size 1 are left out, because nothing is sharded or
 reduced along them.
 
-    mesh (2, 4), shape (8, 6)           dim 0                 dim 1
-    src (S(0), S(0))                    by axis 0, by axis 1  whole                             (1, 6) elements a rank
-    dst (R, S(1, sizes=(3, 1, 1, 1)))   whole                 by axis 1, with sizes of its own
+    mesh (2, 4), shape (8, 6)          dim 0                 dim 1
+    src (S(0), S(0))                   by axis 0, by axis 1  whole
+    dst (R, S(1, sizes=(3, 1, 1, 1)))  whole                 by axis 1, with sizes of its own
+
+Under src each rank has (1, 6) elements.
 """
 
 from __future__ import annotations

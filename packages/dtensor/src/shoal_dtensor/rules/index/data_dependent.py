@@ -93,7 +93,8 @@ def _sparse(local_call: LocalCall) -> LocalFunction:
     ) -> Tensor:
         if in_backward() and dims == 1:
             return values.new_zeros(size).index_add_(0, indices[0], values)
-        return op(dims, dense_dims, size, indices, values, **kwargs)  # type: ignore[no-any-return]  # of torch
+        result: Tensor = op(dims, dense_dims, size, indices, values, **kwargs)
+        return result
 
     return run
 

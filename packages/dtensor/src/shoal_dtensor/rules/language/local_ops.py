@@ -41,7 +41,8 @@ def sharding_axes(spec: Spec, dims: Iterable[int] | None = None) -> tuple[int, .
     Example:
         >>> from shoal_dtensor import Replicate, Shard, Spec
         >>> from shoal_mesh import abstract_mesh
-        >>> sharding_axes(Spec(abstract_mesh((2, 2, 2)), (Shard(1), Replicate(), Shard(1)), (8, 8)), dims=[1])
+        >>> mesh = abstract_mesh((2, 2, 2))
+        >>> sharding_axes(Spec(mesh, (Shard(1), Replicate(), Shard(1)), (8, 8)), dims=[1])
         (0, 2)
     """
     chosen = range(spec.ndim) if dims is None else dims

@@ -47,8 +47,8 @@ def parse(text: str) -> Pattern:
         text: inputs and outputs around `->`, operands separated by commas, their dims by spaces.
 
     Raises:
-        ArgumentValueError: if the pattern has no single arrow, unbalanced brackets or a repeated factor
-            in one operand.
+        ArgumentValueError: if the pattern has no single arrow, unbalanced brackets or a repeated
+            factor in one operand.
 
     Example:
         >>> parse("b (h d), d -> b h").inputs
@@ -337,7 +337,8 @@ def pointwise(
     Example:
         >>> import torch
         >>> from shoal_dtensor.testing import validate
-        >>> validate(torch.ops.aten.neg.default, torch.randn(4, 3), rule=pointwise(linear=(0,))).wrong
+        >>> negate = torch.ops.aten.neg.default
+        >>> validate(negate, torch.randn(4, 3), rule=pointwise(linear=(0,))).wrong
         []
     """
 

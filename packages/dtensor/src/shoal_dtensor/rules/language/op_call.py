@@ -199,7 +199,7 @@ def _names(arguments: Sequence[Any]) -> tuple[str, ...]:
 
 
 def _write_marks(arguments: Sequence[Any]) -> dict[str, set[str]]:
-    """Return the alias marks of each argument that an operator writes to, such as {"self": {"a"}}."""
+    """Return the alias marks of arguments that an operator writes to, such as {"self": {"a"}}."""
     marks: dict[str, set[str]] = {}
     for argument in arguments:
         if argument.alias_info and argument.alias_info.is_write:
@@ -221,7 +221,7 @@ def _returns_views(returned: Sequence[Any]) -> bool:
 
 
 def _returned_input(returned: Any, marks_of: Mapping[str, set[str]]) -> str | None:
-    """Return the name of the written argument that a return value is; None if it is a new tensor."""
+    """Return the name of the written argument that is the return value; None for a new tensor."""
     if not returned.alias_info:
         return None
     for name, marks in marks_of.items():
@@ -434,7 +434,8 @@ class OpCall:
 
         Example:
             >>> import torch
-            >>> a, b, c = (TensorMeta(s, (s[1], 1), torch.float32) for s in ((4, 6), (6, 2), (4, 2)))
+            >>> shapes = ((4, 6), (6, 2), (4, 2))
+            >>> a, b, c = (TensorMeta(s, (s[1], 1), torch.float32) for s in shapes)
             >>> from shoal_dtensor.rules import S
             >>> call = OpCall(torch.ops.aten.mm.default, (a, b), {}, (a, b), (c,))
             >>> row = call.row(self=S(1), mat2=S(0), out=P("sum"))
@@ -466,7 +467,7 @@ class OpCall:
     def _entries(self, name: str, entries: Entry | Sequence[Entry], count: int) -> Sequence[Entry]:
         """Return the entries of `count` tensors, given one for all or a sequence."""
         if not isinstance(entries, list | tuple):
-            return [entries] * count  # type: ignore[list-item]  # the only sequences are lists and tuples
+            return [entries] * count  # type: ignore[list-item]  # sequences are lists or tuples
         if len(entries) != count:
             raise ArgumentValueError(
                 f"{self.op}: {name!r} is a list of {count} tensors, got {len(entries)} entries"

@@ -98,12 +98,14 @@ class Rule:
         sizes: the names of arguments that are lists of sizes, if the output sizes depend only on
             equalities among the input sizes, 0 and 1. A run on tiny tensors then gives the outputs
             for all shapes with the same equalities. None if sizes matter otherwise.
-        linear: names of arguments, separated by spaces. The operator is linear in each of them while
-            the others are fixed: if this argument is a partial sum or average, all results are too.
-        moves: names of arguments, separated by spaces, whose elements the operator only moves to the
-            results: if all of them are partial alike, the results are too, whatever the reduction.
-        checks: for operators that refuse some values of an argument, such as indices: by the name of
-            the argument, one function for each tensor in it, which raises an error for these
+        linear: names of arguments, separated by spaces. The operator is linear in each of them
+            while the others are fixed: if this argument is a partial sum or average, all
+            results are too.
+        moves: names of arguments, separated by spaces, whose elements the operator only moves to
+            the results: if all of them are partial alike, the results are too, whatever the
+            reduction.
+        checks: for operators that refuse some values of an argument, such as indices: by the name
+            of the argument, one function for each tensor in it, which raises an error for these
             values. It is called on a tensor that all ranks have before the tensor is sliced,
             because each rank's kernel would compare its own slice only.
     """
@@ -175,7 +177,7 @@ def reducible_later(rows: list[Row], call: OpCall) -> list[Row]:
 def _partials_of(
     entries: Sequence[Entry], dtypes: Sequence[torch.dtype]
 ) -> list[tuple[str, torch.dtype]]:
-    """Return the reduction and the dtype of each partial entry; outputs may be fewer than dtypes."""
+    """Return the reduction and dtype of each partial entry; outputs may be fewer than dtypes."""
     pairs = zip(entries, dtypes, strict=False)
     return [(entry.reduce_op, dtype) for entry, dtype in pairs if isinstance(entry, P)]
 
@@ -249,7 +251,8 @@ def local_function(rule: Rule, local_call: LocalCall, communicates: bool) -> Loc
     if rule.skip_empty and not communicates and local_call.outputs:
         # Example: (3, 5) sharded by rows over 4 ranks. Rank 3 has (0, 5), so its rows of an output
         # are empty, and it adds 0 to a sum. A list is faster here than a generator.
-        lacks_input = any([is_empty_shard(spec) for spec in local_call.inputs])  # noqa: C419  # see above
+        empty_inputs = [is_empty_shard(spec) for spec in local_call.inputs]
+        lacks_input = any(empty_inputs)
         if all(_adds_nothing(spec, lacks_input) for spec in local_call.outputs):
             return contribution(local_call)
     return rule.local(local_call) if rule.local is not None else None

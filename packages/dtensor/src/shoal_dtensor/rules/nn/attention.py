@@ -112,7 +112,8 @@ def attention(call: OpCall) -> Iterator[Row]:
 
     The gradient of a mask that broadcasts does not have a row.
     """
-    # A backward kernel gets the gradient of the output first. A forward kernel gets the query first.
+    # A backward kernel gets the gradient of the output first. A forward kernel gets the
+    # query first.
     first = next(iter(call.places))
     is_gradient = first in QUERY_SIDE[1:]
     # Backward kernels return gradients in the order of `GRADIENTS`. A gradient that a call leaves

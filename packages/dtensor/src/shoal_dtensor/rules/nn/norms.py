@@ -239,7 +239,7 @@ def _normalize(local_call: LocalCall, statistics: Statistics) -> LocalFunction:
 def _update_running(
     arguments: Mapping[str, Any], mean: Tensor, variance: Tensor, count: int
 ) -> None:
-    """Update running statistics, which are equal on every rank; the running variance is unbiased."""
+    """Update running statistics, equal on every rank; the running variance is unbiased."""
     # Example: the factor is 10 / 9 for 10 elements.
     unbiased = variance * (count / max(count - 1, 1))
     for name, value in (("running_mean", mean), ("running_var", unbiased)):

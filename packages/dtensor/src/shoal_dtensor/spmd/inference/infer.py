@@ -144,8 +144,8 @@ def _replicated_result(call: LocalOperatorCall, axis: MeshAxis) -> AnyAxisType:
         raise SpmdTypeError(
             f"{describe_call(call, axis)}: R and I cannot be combined. The gradient of R is a "
             "partial sum and the gradient of I is complete, so one of the two would be wrong. Way "
-            f"out: convert the I operand, convert(x, {axis.argument}, src=I, dst=R), whose backward "
-            "sums the ranks' gradients"
+            f"out: convert the I operand, convert(x, {axis.argument}, src=I, dst=R), whose "
+            "backward sums the ranks' gradients"
         )
     return deciding.pop() if deciding else R
 
@@ -157,9 +157,9 @@ def _refuse_invariant(call: LocalOperatorCall, axis: MeshAxis) -> None:
             continue
         if operand.on(axis) is I and P in {other.on(axis) for other in call.operands}:
             raise SpmdTypeError(
-                f"{describe_call(call, axis)}: I cannot be combined with P, an addend of a sum that "
-                f"is not done yet. Way out: all_reduce(x, {axis.argument}, src=P, dst=I) for the P "
-                "operand"
+                f"{describe_call(call, axis)}: I cannot be combined with P, an addend of a sum "
+                f"that is not done yet. Way out: all_reduce(x, {axis.argument}, src=P, dst=I) for "
+                "the P operand"
             )
         if operand.on(axis) is I:
             raise SpmdTypeError(

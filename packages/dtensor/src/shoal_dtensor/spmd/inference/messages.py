@@ -103,8 +103,8 @@ def _move(name: str, axis: MeshAxis, layouts: tuple[Spec, Spec], index: int) -> 
     if before is P and after is R:
         return (
             f"{name} is P over {axis!r}: all_reduce(x, {axis.argument}, src=P, dst=R), or "
-            f"reduce_scatter it; without that each rank uses its addend, and its gradient would be counted "
-            f"{axis.size()} times"
+            "reduce_scatter it; without that each rank uses its addend, and its gradient would be "
+            f"counted {axis.size()} times"
         )
     if isinstance(before, Shard) and after is R:
         return f"{name}: all_gather(x, {axis.argument}, src={before}, dst=R)"
@@ -149,8 +149,9 @@ def way_from(axis: MeshAxis, present: AnyAxisType, wanted: AnyAxisType) -> str:
         return f"pass src={present}, or {move} first"
     if is_shard and wanted is P:
         return (
-            f"shards are joined by all_gather(x, {axis.argument}, src={present}, dst=R), not summed; "
-            "P are addends, such as the product of two operands that are sharded along the summed dim"
+            f"shards are joined by all_gather(x, {axis.argument}, src={present}, dst=R), not "
+            "summed; P are addends, such as the product of two operands that are sharded along the "
+            "summed dim"
         )
     if is_shard and wanted in (R, I):
         return f"all_gather(x, {axis.argument}, src={present}, dst={wanted})"

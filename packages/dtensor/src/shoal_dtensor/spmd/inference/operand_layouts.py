@@ -1,7 +1,7 @@
 """Layouts of the global tensors behind local operands, and types of layouts.
 
-`spec_of_operand` makes a `Spec` on an abstract mesh of a local operand and its type; `types_of_spec`
-reads the types back from a `Spec`.
+`spec_of_operand` makes a `Spec` on an abstract mesh of a local operand and its type;
+`types_of_spec` reads the types back from a `Spec`.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ def _types_of_views(
 
 
 def _type_of_view(view: torch.Tensor, parts: Parts) -> AnyAxisType | None:
-    """Return the type of a view of positions; None if it divides their dim, or has part of a shard."""
+    """Return the type of a view of positions; None if it divides the dim or has part of a shard."""
     first = int(view.storage_offset())
     strides = [*enumerate(view.stride())]
     # The strides of dims of one element say nothing, unless there is no other dim.

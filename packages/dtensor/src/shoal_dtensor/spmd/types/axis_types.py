@@ -177,7 +177,7 @@ class Parts(AxisType):
         )
 
     def between(self, first: int, last: int, dim: int) -> tuple[Run, ...] | None:
-        """Return the parts of the elements from `first` to before `last`; None if one is incomplete.
+        """Return the parts of elements from `first` to before `last`; None if one is incomplete.
 
         Parts that are equal on all ranks may be incomplete.
 
