@@ -96,8 +96,8 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
             too. Descendants that were passed before are units of their own, so call the function on
             blocks first and on the model last. A list of modules that run one after another becomes
             one unit.
-        mesh: the data axes. Parameters are sharded over one axis. If there are two, the first one has
-            replicas. By default the axis has all ranks.
+        mesh: the data axes. Parameters are sharded over one axis. If there are two, the first one
+            has replicas. By default the axis has all ranks.
         reshard_after_forward: free the gathered parameters after the forward, and gather them again
             in backward. By default all units do this except the outermost one. With a number,
             groups of this many neighboring ranks keep all of the parameters in larger shards, such
@@ -224,8 +224,8 @@ def check_modules(name: str, modules: Sequence[nn.Module]) -> None:
             )
         if type(module).forward is nn.Module.forward and "forward" not in vars(module):
             raise LayoutError(
-                f"{name}: {class_name} does not define forward, so nothing would gather its parameters; "
-                "pass the modules that it contains"
+                f"{name}: {class_name} does not define forward, so nothing would gather its "
+                "parameters; pass the modules that it contains"
             )
 
 

@@ -3,9 +3,9 @@
 The ranks of a stage and of the next one are along the same axes of two meshes. A rank sends its
 shard; the rank that receives it makes the same DTensor of it, on its own mesh:
 
-    stage 0, mesh (tensor=2) of ranks 0, 1     DTensor [Shard(1)] -> local -+
-                                                                            | torch's send and receive
-    stage 1, mesh (tensor=2) of ranks 2, 3     DTensor [Shard(1)] <- local -+
+    stage 0, mesh (tensor=2) of ranks 0, 1   DTensor [Shard(1)] -> local -+
+                                                                          | torch's send and receive
+    stage 1, mesh (tensor=2) of ranks 2, 3   DTensor [Shard(1)] <- local -+
 
 Gradients go back in the same layout, except that each rank gets the whole gradient of partial sums.
 The first forward of a stage announces the layouts of its outputs through the store of the process

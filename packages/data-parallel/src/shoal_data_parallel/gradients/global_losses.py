@@ -281,7 +281,7 @@ def _is_from_local(node: Any) -> bool:
 
 
 def _takes_whole(node: Any) -> bool:
-    """Return whether a node needs the whole gradient of one loss on each rank, as `full_tensor()`."""
+    """Return whether a node needs one loss's whole gradient on each rank, as `full_tensor()`."""
     shares = getattr(getattr(node, "_forward_cls", None), "gradient_shares", None)
     return shares is not None and shares(node) is None
 
@@ -305,7 +305,7 @@ _watched: set[Ranks] = set()
 
 
 def watch(mesh: DeviceMesh) -> None:
-    """Record, from now on, crossings of gradients between DTensors and plain tensors over a mesh."""
+    """Record crossings of gradients between DTensors and plain tensors over a mesh from now on."""
     install_crossings(_CROSSINGS)
     ranks = ranks_of(mesh)
     if ranks not in _watched and len(ranks) > 1:

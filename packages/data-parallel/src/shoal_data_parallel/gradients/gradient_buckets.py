@@ -8,8 +8,8 @@ A backward pass accumulates the gradient of this rank's rows in `.grad`, in four
    starts.
 4. When the pass ends, `.grad` gets the earlier gradients back, and the means are added to them.
 
-`torch.autograd.grad` does not accumulate. It returns an uninitialized tensor for each parameter, and
-the end of the pass, which runs before `grad` returns, writes the mean into the tensor.
+`torch.autograd.grad` does not accumulate. It returns an uninitialized tensor for each parameter,
+and the end of the pass, which runs before `grad` returns, writes the mean into the tensor.
 """
 
 from __future__ import annotations
@@ -113,9 +113,9 @@ class GradientBuckets:
     """The buckets of a module's trained parameters, and the backward pass that fills them.
 
     The object is a `PassPart` of shoal_dtensor: an object with the methods `finish` and `fail`. It
-    joins a backward pass with the first gradient of a replica, or when the pass reaches an output of
-    the module. The pass calls `finish` when all gradients are computed, and `fail` if an error ends
-    the pass.
+    joins a backward pass with the first gradient of a replica, or when the pass reaches an output
+    of the module. The pass calls `finish` when all gradients are computed, and `fail` if an error
+    ends the pass.
 
     Attributes:
         buckets: the buckets, in the order in which they are reduced.
@@ -158,9 +158,9 @@ class GradientBuckets:
         # hook of the node, would not be called. But it leaves the addition to autograd if the leaf
         # has a post-accumulate hook. This hook therefore makes autograd accumulate all gradients.
         for replica in self.replicas:
-            self._handles.append(
-                replica.leaf.register_post_accumulate_grad_hook(weak_hook(self._on_accumulated))  # type: ignore[no-untyped-call]  # torch
-            )
+            leaf: Any = replica.leaf
+            hook = weak_hook(self._on_accumulated)
+            self._handles.append(leaf.register_post_accumulate_grad_hook(hook))
 
     @property
     def running(self) -> bool:
@@ -250,12 +250,12 @@ class GradientBuckets:
 
         The pass was requested for the replica's `optimizer_parameter`, in one of these ways:
 
-        | call                         | effect                                       | returned value |
-        | ---------------------------- | -------------------------------------------- | -------------- |
-        | `backward(inputs=[shard])`   | the gradient is added to `leaf.grad`         | None           |
-        | `torch.autograd.grad`        | the end of the pass writes the mean          | uninitialized  |
-        | the same, without reduction  | the gradient is added to the kept gradient   | zeros          |
-        | the same, in an outer pass   | the outer pass reduces the gradient          | None           |
+        | call                        | effect                                     | returns       |
+        | --------------------------- | ------------------------------------------ | ------------- |
+        | `backward(inputs=[shard])`  | the gradient is added to `leaf.grad`       | None          |
+        | `torch.autograd.grad`       | the end of the pass writes the mean        | uninitialized |
+        | the same, without reduction | the gradient is added to the kept gradient | zeros         |
+        | the same, in an outer pass  | the outer pass reduces the gradient        | None          |
 
         The third row is for pipeline schedules: the owner does not reduce gradients in this pass
         (`syncs` is False), and returns zeros for them (`returns_zero_gradients`).

@@ -93,8 +93,8 @@ class GroupReduction:
     """
 
     __slots__ = (
-        "_averaged_over", "_divisor", "_flags", "_gradients", "_in_flight", "_kept", "_present", "_scattered",
-        "extra", "group", "returned", "stops_at_replicas",
+        "_averaged_over", "_divisor", "_flags", "_gradients", "_in_flight", "_kept", "_present",
+        "_scattered", "extra", "group", "returned", "stops_at_replicas",
     )  # fmt: skip
 
     def __init__(self, group: Group, returned: Collection[int]) -> None:

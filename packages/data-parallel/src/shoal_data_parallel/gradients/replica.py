@@ -35,8 +35,8 @@ from ..parameters.shards_to_send import start_to_gather
 def weak_hook(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a hook that does not keep the object of a method alive.
 
-    The object refers to nodes of leaves, and the nodes refer to the leaves and their hooks. Python's
-    garbage collector does not see these references, so it would never free such a cycle.
+    The object refers to nodes of leaves, and the nodes refer to the leaves and their hooks.
+    Python's garbage collector does not see these references, so it would never free such a cycle.
     """
     reference = WeakMethod(method)
 
@@ -57,12 +57,12 @@ class Replica:
 
     If optimizers update a shard of the replica, the parameter is several tensors:
 
-    | name                  | tensor                                           | used by             |
-    | --------------------- | ------------------------------------------------ | ------------------- |
-    | `leaf`                | the whole replica on this rank                   | autograd: `.grad`   |
-    | `recorded_view`       | the differentiable result of `ReplicaView`      | `module_tensor`     |
-    | `module_tensor`       | `recorded_view`; `leaf` if the leaf is frozen    | modules in a pass   |
-    | `optimizer_parameter` | this rank's shard of the replica                 | optimizers          |
+    | name                  | tensor                                          | used by           |
+    | --------------------- | ----------------------------------------------- | ----------------- |
+    | `leaf`                | the whole replica on this rank                  | autograd: `.grad` |
+    | `recorded_view`       | the differentiable result of `ReplicaView`      | `module_tensor`   |
+    | `module_tensor`       | `recorded_view`; `leaf` if the leaf is frozen   | modules in a pass |
+    | `optimizer_parameter` | this rank's shard of the replica                | optimizers        |
 
     Otherwise `leaf`, `module_tensor` and `optimizer_parameter` are the same object, and
     `recorded_view` is None.
@@ -120,7 +120,8 @@ class Replica:
         leaf: Any = self.leaf
         shard = self.optimizer_parameter
         if shard is not self.leaf:
-            view = ReplicaView.apply(self, interceptor, leaf, shard)  # type: ignore[no-untyped-call]  # torch
+            apply: Any = ReplicaView.apply
+            view = apply(self, interceptor, leaf, shard)
             self.recorded_view = view
             install_switch(view, GradientSwitch(self.target, view))
             # Autograd runs nodes that are ready in the reverse order of their creation. The view's

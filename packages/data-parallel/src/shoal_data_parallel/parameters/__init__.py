@@ -1,4 +1,4 @@
-"""Parameters on data axes: the user's policies, their meshes, and one parameter's shards and layouts.
+"""Parameters on data axes: the user's policies, meshes, and one parameter's shards and layouts.
 
 May import: nothing.
 """

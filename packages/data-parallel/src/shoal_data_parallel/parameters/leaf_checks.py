@@ -15,8 +15,8 @@ def check_leaf(held: Tensor, description: str) -> None:
     """Raise LayoutError if a module holds the result of an operation instead of a parameter."""
     if not held.is_leaf:
         raise LayoutError(
-            f"{description} was replaced by the result of an operation, and its gradient would not be "
-            "averaged: assign a parameter, or a detached tensor"
+            f"{description} was replaced by the result of an operation, and its gradient would not "
+            "be averaged: assign a parameter, or a detached tensor"
         )
 
 

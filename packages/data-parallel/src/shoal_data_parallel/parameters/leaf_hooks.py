@@ -22,10 +22,10 @@ class GradientSwitch:
     The tensor is computed from the parameter's leaf, and torch allows `requires_grad_(False)` only
     on leaves. A call of the switch changes two things:
 
-    | call                     | the modules get                          | the leaf, for later forwards |
-    | ------------------------ | ---------------------------------------- | ---------------------------- |
-    | `requires_grad_(False)`  | `recorded.detach()`                      | is frozen                    |
-    | `requires_grad_(True)`   | `recorded`, which autograd has recorded  | is trained                   |
+    | call                    | the modules get                     | the leaf, for later forwards |
+    | ----------------------- | ----------------------------------- | ---------------------------- |
+    | `requires_grad_(False)` | `recorded.detach()`                 | is frozen                    |
+    | `requires_grad_(True)`  | `recorded`, which autograd recorded | is trained                   |
 
     Args:
         parameter: the parameter.

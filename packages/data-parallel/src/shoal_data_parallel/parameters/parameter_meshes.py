@@ -1,7 +1,7 @@
 """A mesh per parameter: the data axes and the placement that `shard_placement_fn` chooses.
 
-One call of `fully_shard` makes one unit for each mesh. On 4 ranks, with dense parameters over all of
-them, and two experts on two ranks each:
+One call of `fully_shard` makes one unit for each mesh. On 4 ranks, with dense parameters over all
+of them, and two experts on two ranks each:
 
     parameter          mesh                   shards      gathered and reduced
     router, norm       data (4)               4           among 4 ranks

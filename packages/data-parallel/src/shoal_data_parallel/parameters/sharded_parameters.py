@@ -2,9 +2,9 @@
 
 With data axes of 2 ranks and a tensor-parallel axis of 2, a column-parallel weight of shape (8, 6):
 
-    at rest      Shard(0) over tensor, then over data                        local (2, 6), a leaf
-    gathered     Replicate over data, Shard(0) over tensor                   local (4, 6), a DTensor of the tensor axis
-    gradient     Partial over data, Shard(0) over tensor                     local (4, 6), reduced to the layout at rest
+    at rest   Shard(0) over tensor, then over data       local (2, 6), a leaf
+    gathered  Replicate over data, Shard(0) over tensor  local (4, 6), a DTensor of the tensor axis
+    gradient  Partial over data, Shard(0) over tensor    local (4, 6), reduced to the layout at rest
 """
 
 from __future__ import annotations
@@ -75,8 +75,9 @@ class ShardedParameter:
     after_forward: tuple[Spec, Spec] | None = None
     # the user's dtypes of computation and reduction
     precision: MixedPrecisionPolicy = MixedPrecisionPolicy()  # an immutable value
-    # The layout of the shard that all replicas have, if the replicas divide the optimizer's work and
-    # the leaf is a part of this shard. With 2 shards of (4, 6) and 2 replicas, a leaf is (2, 6).
+    # The layout of the shard that all replicas have, if the replicas divide the optimizer's work
+    # and the leaf is a part of this shard. With 2 shards of (4, 6) and 2 replicas, a leaf
+    # is (2, 6).
     shared: Spec | None = None
     # what is sent in place of the shard, if the class of the parameter decides it
     extension: GatherExtension | None = None
@@ -155,7 +156,7 @@ class ShardedParameter:
 
     def shard_on_device(self) -> Tensor:
         """Return this rank's shard on the device of the mesh, in the dtype of the leaf."""
-        shard: Tensor = local_shard(self.leaf).detach()  # type: ignore[arg-type]  # a Parameter that holds a DTensor
+        shard: Tensor = local_shard(self.leaf).detach()  # type: ignore[arg-type]  # holds a DTensor
         return shard.to(self.gathered.mesh.device_type)
 
     def view(self, local: Tensor) -> Tensor:
@@ -207,8 +208,8 @@ class ShardedParameter:
             if precision.param_dtype and leaf.is_floating_point()
             else leaf.dtype
         )
-        # torch's default for `grad_dtype` is the dtype of the leaf, so another dtype is the choice of
-        # the user.
+        # torch's default for `grad_dtype` is the dtype of the leaf, so another dtype is the choice
+        # of the user.
         chosen = leaf.grad_dtype if leaf.grad_dtype is not leaf.dtype else None
         reduce_dtype = precision.reduce_dtype or chosen or computed
         is_unchanged = computed == self.resting.dtype and reduce_dtype == self.reduced.dtype
@@ -303,8 +304,8 @@ def shard_parameter(
 
     The parameter may be plain, or a DTensor on the axes of styles, whose local tensor is then
     sharded. A plain parameter for which a program has asserted SPMD types is sharded like a DTensor
-    of its `declared_layout`. `placement` has the dim to shard, by default the first. With `view` the
-    shard may share the parameter's memory.
+    of its `declared_layout`. `placement` has the dim to shard, by default the first. With `view`
+    the shard may share the parameter's memory.
     """
     precision = policies[0].for_parameter(param)
     offload = policies[1]
@@ -324,8 +325,8 @@ def shard_parameter(
     def to_shard(tensor: Tensor) -> DTensor:
         shard = _narrowed(local_of(tensor).detach(), gathered, resting)
         shard = shard.contiguous() if view else shard.clone(memory_format=torch.contiguous_format)
-        # A meta shard is not moved to the CPU: `to_empty` allocates it later, on the device that its
-        # caller names.
+        # A meta shard is not moved to the CPU: `to_empty` allocates it later, on the device that
+        # its caller names.
         awaits_values = shard.is_meta and axes.mesh.device_type != "meta"
         if isinstance(offload, CPUOffloadPolicy) and not awaits_values:
             pinned = offload.pin_memory and axes.mesh.device_type != "cpu"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,8 @@ def shards_to_send(parameters: Sequence[ShardedParameter]) -> list[Tensor]:
     """
     if not parameters:
         return []
-    shards: list[Tensor] = [local_shard(p.leaf).detach() for p in parameters]  # type: ignore[arg-type]  # Parameters that hold DTensors
+    leaves: list[Any] = [parameter.leaf for parameter in parameters]
+    shards: list[Tensor] = [local_shard(leaf).detach() for leaf in leaves]
     device = torch.device(parameters[0].gathered.mesh.device_type)
     dtypes = [p.resting.dtype for p in parameters]
     on_host = [i for i, shard in enumerate(shards) if shard.is_cpu and device.type != "cpu"]

@@ -15,7 +15,7 @@ Forward = TypeVar("Forward")
 
 @dataclass(slots=True, eq=False)
 class ForwardScope(Generic[Forward]):
-    """The progress of a unit's forward, from the start of its first module to the end of its last."""
+    """Progress of a unit's forward, from the start of its first module to the end of its last."""
 
     forward: Forward | None = None
     # the modules whose forward is still to come

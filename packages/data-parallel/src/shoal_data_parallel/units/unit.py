@@ -1,4 +1,4 @@
-"""A unit: the parameters that are gathered together before a module's forward and reduced together in its backward.
+"""A unit: parameters gathered together for a module's forward and reduced together in backward.
 
 A unit is in one of four states, and only the methods named here change it:
 
@@ -294,7 +294,7 @@ class Unit(Group):
         self._reset([])
 
     def _reset(self, parameters: list[ShardedParameter]) -> None:
-        """Begin again with other parameters: nothing is gathered, and the modules see the leaves."""
+        """Begin again with other parameters: nothing is gathered and the modules see the leaves."""
         self.current = Gathered([])
         self.used = None
         self._in_flight = None
@@ -384,7 +384,7 @@ class Unit(Group):
             return _InFlight(CustomGather(all_gather, axes, sent, moves), versions, layouts)
 
     def finish_gathering(self) -> None:
-        """Wait for the values in flight, if there are some, and write them to the gathered tensors."""
+        """Wait for values in flight, if there are some, and write them to the gathered tensors."""
         in_flight = self._in_flight
         self._in_flight = None
         versions = self.versions if in_flight is None else in_flight.versions
@@ -478,7 +478,7 @@ class Unit(Group):
             return all(map(_have_same_bits, self.current.received, again))
 
     def check_frozen(self) -> None:
-        """Raise StyleError if the modules' view of a frozen parameter was made to require gradients."""
+        """Raise StyleError if the modules' view of a frozen parameter was made to require grad."""
         for view, parameter in zip(self.exposed or (), self.parameters, strict=False):
             if view.requires_grad and view.is_leaf:
                 names = [name for _, name in parameter.sites]

@@ -290,7 +290,8 @@ def _enter(unit: Unit, *, private: bool) -> Forward:
     forward = Forward(unit, gathered, unit.trained, ref(views), units=[unit], private=private)
     if torch.is_grad_enabled() and unit.trained:
         leaves = [unit.parameters[i].leaf for i in unit.trained]
-        recorded = GatheredUnit.apply(forward, [views[i] for i in unit.trained], *leaves)  # type: ignore[no-untyped-call]  # torch
+        apply: Any = GatheredUnit.apply
+        recorded = apply(forward, [views[i] for i in unit.trained], *leaves)
         forward.nodes = [node for node, _ in recorded[0].grad_fn.next_functions[-len(recorded) :]]
         for i, view in zip(unit.trained, recorded, strict=True):
             views[i] = view
