@@ -7,13 +7,14 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 StorageReference = StorageWeakRef
 autocasting = torch._C._is_any_autocast_enabled
 
 # The number of references to a tensor; all references from Python together count as one.
-use_count: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]  # no stub has it
+use_count: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]  # no stub
 
 
 # Opens a block in which function modes see calls of torch functions, even if the block is inside
@@ -29,7 +30,7 @@ def traced_apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     return function.apply(*args)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
 
 
-def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     """Return the dtype in which autocast multiplies `tensor`; None if it keeps its dtype.
 
     Autocast never converts float64.

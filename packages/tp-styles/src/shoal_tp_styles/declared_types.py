@@ -124,7 +124,7 @@ class _LoweredBoundary:
                 spmd.set_type(output, spmd.TensorType({self.axis: axis_type}))
 
     def _shards_tokens(self, value: Tensor) -> bool:
-        """Tell whether a tensor is a shard of a dim along which the module computes tokens alone."""
+        """Tell whether a tensor is a shard of a dim in which the module computes tokens alone."""
         present = spmd.type_of(value)
         axis_type = None if present is None else present.by_axis.get(self.axis)
         return isinstance(axis_type, Shard) and axis_type.dim in self.lowered.dims_of_tokens(

@@ -141,8 +141,8 @@ def apply_sharding(
         hook = partial(split_fused_entries, fused, mesh)
         module.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]  # torch
     if sharding.distributes:
-        before_load = partial(shard_assigned, sharding)
-        module.register_load_state_dict_pre_hook(before_load)  # type: ignore[no-untyped-call]  # torch
+        shard = partial(shard_assigned, sharding)
+        module.register_load_state_dict_pre_hook(shard)  # type: ignore[no-untyped-call]  # torch
     set_forward(module, lowering(module, sharding, mesh, inner))
     return module
 
@@ -170,8 +170,8 @@ def check_parameters(module: nn.Module, sharding: ModuleSharding) -> None:
         are_sharded = any(map(sharding.shards, computed))
         if computed and (are_read or are_sharded):
             raise UnsupportedModuleError(
-                f"{sharding.style}: {', '.join(computed)} of {type(module).__name__} is computed from "
-                "other parameters (a parametrization, weight_norm, pruning), which are not "
+                f"{sharding.style}: {', '.join(computed)} of {type(module).__name__} is computed "
+                "from other parameters (a parametrization, weight_norm, pruning), which are not "
                 "sharded. Make it permanent first "
                 "(torch.nn.utils.parametrize.remove_parametrizations, remove_weight_norm, "
                 "prune.remove), or leave the module out of the plan"

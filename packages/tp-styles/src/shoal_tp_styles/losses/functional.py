@@ -57,13 +57,15 @@ def _widen(values: Tensor) -> Tensor:
 class RowStatisticsFunction(Function):
     """Differentiable map from the logits of all ranks to the `RowStatistics` of each row.
 
-    | argument or result                  | shape                         | layout over the ranks of the classes |
-    | ----------------------------------- | ----------------------------- | ------------------------------------ |
-    | `x`, the logits                     | (rows, classes of this rank)  | sharded along the classes            |
-    | `target`, the class of each row     | (rows,)                       | replicated                           |
-    | `q`, weights in the sum `weighted`  | (classes of this rank,), or   | sharded along the classes            |
-    |                                     | (rows, classes of this rank)  |                                      |
-    | each of the `RowStatistics`         | (rows,)                       | replicated                           |
+    The layouts are over the ranks of the classes:
+
+    | argument or result                 | shape                        | layout                |
+    | ---------------------------------- | ---------------------------- | --------------------- |
+    | `x`, the logits                    | (rows, classes of this rank) | sharded along classes |
+    | `target`, the class of each row    | (rows,)                      | replicated            |
+    | `q`, weights in the sum `weighted` | (classes of this rank,), or  | sharded along classes |
+    |                                    | (rows, classes of this rank) |                       |
+    | each of the `RowStatistics`        | (rows,)                      | replicated            |
 
     Without `target` (None), `picked` is zero. Without `q` (None), `weighted` is zero.
     """
@@ -200,7 +202,8 @@ def cross_entropy(  # noqa: PLR0913  # torch's signature
         >>> from shoal_mesh import init_device_mesh
         >>> from shoal_mesh.testing import fake_world
         >>> with fake_world(1):
-        ...     logits = distribute_tensor(torch.zeros(2, 4), init_device_mesh("cpu", (1,)), [Shard(1)])
+        ...     mesh = init_device_mesh("cpu", (1,))
+        ...     logits = distribute_tensor(torch.zeros(2, 4), mesh, [Shard(1)])
         ...     print(cross_entropy(logits, torch.tensor([0, 3])))
         tensor(1.3863)
     """
@@ -284,8 +287,8 @@ def losses_of_labels(  # noqa: PLR0913  # everything that a row's loss depends o
     Rows with `ignore_index` have neither a loss nor a weight.
 
     Args:
-        statistics: the statistics of each row. With `smoothing`, `statistics.weighted` is the sum of
-            the row's logits, each multiplied by the weight of its class.
+        statistics: the statistics of each row. With `smoothing`, `statistics.weighted` is the sum
+            of the row's logits, each multiplied by the weight of its class.
         labels: the class of each row.
         weights: the weight of each class; None for weights of 1.
         ignore_index: the label of ignored rows.
@@ -355,7 +358,8 @@ def log_prob(
         >>> from shoal_mesh import init_device_mesh
         >>> from shoal_mesh.testing import fake_world
         >>> with fake_world(1):
-        ...     logits = distribute_tensor(torch.zeros(2, 4), init_device_mesh("cpu", (1,)), [Shard(1)])
+        ...     mesh = init_device_mesh("cpu", (1,))
+        ...     logits = distribute_tensor(torch.zeros(2, 4), mesh, [Shard(1)])
         ...     print(log_prob(logits, torch.tensor([0, 3])))
         tensor([-1.3863, -1.3863])
     """

@@ -66,16 +66,18 @@ class _LogitBlocks:
 class LinearStatisticsFunction(Function):
     """Differentiable map from rows and a sharded Linear to the `RowStatistics` of its logits.
 
-    | argument or result                  | shape                        | layout over the ranks of the classes |
-    | ----------------------------------- | ---------------------------- | ------------------------------------ |
-    | `x`, the rows                       | (rows, features)             | replicated                           |
-    | `w`, the weight                     | (classes of this rank,       | sharded along the classes            |
-    |                                     | features)                    |                                      |
-    | `b`, the bias; None for none        | (classes of this rank,)      | sharded along the classes            |
-    | `target`, the class of each row     | (rows,)                      | replicated                           |
-    | `q`, weights in the sum `weighted`; | (classes of this rank,)      | sharded along the classes            |
-    | None: the sum is zero               |                              |                                      |
-    | each of the `RowStatistics`         | (rows,)                      | replicated                           |
+    The layouts are over the ranks of the classes:
+
+    | argument or result                  | shape                   | layout                    |
+    | ----------------------------------- | ----------------------- | ------------------------- |
+    | `x`, the rows                       | (rows, features)        | replicated                |
+    | `w`, the weight                     | (classes of this rank,  | sharded along the classes |
+    |                                     | features)               |                           |
+    | `b`, the bias; None for none        | (classes of this rank,) | sharded along the classes |
+    | `target`, the class of each row     | (rows,)                 | replicated                |
+    | `q`, weights in the sum `weighted`; | (classes of this rank,) | sharded along the classes |
+    | None: the sum is zero               |                         |                           |
+    | each of the `RowStatistics`         | (rows,)                 | replicated                |
 
     The backward runs one all-reduce, of the gradient of `x`.
     """
@@ -155,7 +157,7 @@ class LinearStatisticsFunction(Function):
         return dx, dw, db, None, None, None
 
 
-def linear_cross_entropy(  # noqa: PLR0913  # torch's signature, and what losses of language models add
+def linear_cross_entropy(  # noqa: PLR0913  # torch's signature, and options of language models
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor,
@@ -209,7 +211,8 @@ def linear_cross_entropy(  # noqa: PLR0913  # torch's signature, and what losses
         >>> from shoal_mesh import init_device_mesh
         >>> from shoal_mesh.testing import fake_world
         >>> with fake_world(1):
-        ...     head = distribute_tensor(torch.zeros(4, 8), init_device_mesh("cpu", (1,)), [Shard(0)])
+        ...     mesh = init_device_mesh("cpu", (1,))
+        ...     head = distribute_tensor(torch.zeros(4, 8), mesh, [Shard(0)])
         ...     print(linear_cross_entropy(torch.randn(2, 8), head, torch.tensor([0, 3])))
         tensor(1.3863)
     """
@@ -294,7 +297,7 @@ def _operands(input: Tensor, weight: Tensor, bias: Tensor | None, vocab: Vocab) 
 
 
 def _with_all_features(input: DTensor, vocab: Vocab) -> DTensor:
-    """Redistribute the input so that the ranks that shard the classes have the same complete rows."""
+    """Redistribute the input so that the ranks of the classes have the same complete rows."""
     mesh = input.device_mesh
     gathered_axes = []
     for axis, placement in enumerate(input.placements):

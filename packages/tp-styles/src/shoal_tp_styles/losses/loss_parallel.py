@@ -38,7 +38,8 @@ def loss_parallel() -> Iterator[None]:
         >>> from shoal_mesh import init_device_mesh
         >>> from shoal_mesh.testing import fake_world
         >>> with fake_world(1):
-        ...     logits = distribute_tensor(torch.zeros(2, 4), init_device_mesh("cpu", (1,)), [Shard(1)])
+        ...     mesh = init_device_mesh("cpu", (1,))
+        ...     logits = distribute_tensor(torch.zeros(2, 4), mesh, [Shard(1)])
         ...     with loss_parallel():
         ...         print(functional.cross_entropy(logits, torch.tensor([0, 3])).to_local())
         tensor(1.3863)

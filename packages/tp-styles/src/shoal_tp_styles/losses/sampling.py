@@ -29,7 +29,8 @@ def argmax(logits: Tensor, *, dim: int = -1, vocab: Vocab | None = None) -> Tens
         >>> from shoal_mesh import init_device_mesh
         >>> from shoal_mesh.testing import fake_world
         >>> with fake_world(1):
-        ...     logits = distribute_tensor(torch.tensor([[0., 2., 1.]]), init_device_mesh("cpu", (1,)), [Shard(1)])
+        ...     mesh = init_device_mesh("cpu", (1,))
+        ...     logits = distribute_tensor(torch.tensor([[0., 2., 1.]]), mesh, [Shard(1)])
         ...     print(argmax(logits))
         tensor([1])
     """
@@ -82,7 +83,8 @@ def sample(
         >>> from shoal_mesh import init_device_mesh
         >>> from shoal_mesh.testing import fake_world
         >>> with fake_world(1):
-        ...     logits = distribute_tensor(torch.tensor([[0., 99., 1.]]), init_device_mesh("cpu", (1,)), [Shard(1)])
+        ...     mesh = init_device_mesh("cpu", (1,))
+        ...     logits = distribute_tensor(torch.tensor([[0., 99., 1.]]), mesh, [Shard(1)])
         ...     print(sample(logits))
         tensor([1])
     """

@@ -1,7 +1,7 @@
 """Products that overlap their collective, in chunks of dim 0 ("async TP", on any backend).
 
-    gathered_product   x: S(d) -> x: R, x W^T    while one chunk is multiplied, the next are gathered
-    reduced_product    x -> x W^T: R | S(d)      while the product of one chunk is reduced, the next is multiplied
+    gathered_product  x: S(d) -> x: R, x W^T  while one chunk is multiplied, the next are gathered
+    reduced_product   x -> x W^T: R | S(d)    while one chunk is reduced, the next is multiplied
 
 The values equal the values of one product. If dim 0 is sharded, a chunk holds some rows of every
 rank's shard.
@@ -164,6 +164,6 @@ def _chunks(
 
 
 def _chunk_count(chunks: int, rows: int, sizes: Sizes = None) -> int:
-    """Return the number of chunks, equal on all ranks, for so many rows or shards of these sizes."""
+    """Return the number of chunks, equal on all ranks, for `rows` rows or shards of `sizes`."""
     most = rows if sizes is None else max(sizes)
     return max(1, min(chunks, most))

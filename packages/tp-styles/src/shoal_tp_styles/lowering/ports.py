@@ -1,7 +1,7 @@
 """Layout changes of the tensors that enter and leave a module.
 
-A DTensor can change between any two layouts; `DTensorForward`, which runs a module's own forward, uses
-this for DTensor inputs and unusual layouts. The usual changes of plain tensors are direct
+A DTensor can change between any two layouts; `DTensorForward`, which runs a module's own forward,
+uses this for DTensor inputs and unusual layouts. The usual changes of plain tensors are direct
 collectives:
 
 columns   replicated_input   x: R | S(d) -> R, its gradient partial
@@ -253,7 +253,7 @@ def compare_replicas(lowered: Lowered, x: Tensor) -> None:
 def sharded_input(
     lowered: Lowered, x: Tensor, sizes: Sizes = None, port: Port | None = None
 ) -> Tensor:
-    """Return the input sharded like the weight, or in shards of `sizes` (`R | S(d) -> S(features)`).
+    """Return the input sharded like the weight or in shards of `sizes` (`R | S(d) -> S(features)`).
 
     An input that already has this layout is returned as it is.
     """

@@ -2,13 +2,13 @@
 
 columns   x: R | S(d), W: S(out), b: S(0) -> y: S(channels)
 rows      x: S(channels), W: S(in), b: R -> y: R | S(d), the bias once, after the reduction
-groups    x: R | S(channels), W: S(groups), b: S(groups) -> y: S(channels) | R | S(d), no communication inside
+groups    x: R | S(channels), W: S(groups), b: S(groups) -> y: S(channels) | R | S(d)
 
 Transposed convolutions are convolutions whose weight is (in, out, ...). The file also has Bilinear,
 sharded by columns, and a Linear with a weight of shape (in, out), by columns or by rows. Norms,
-PReLU and convolutions of several groups compute every group of channels by itself: a rank holds
-complete groups, reads their input channels and computes their output channels. Ranks may hold
-different numbers of groups, or none.
+PReLU and convolutions of several groups compute every group of channels by itself, without
+communication inside: a rank holds complete groups, reads their input channels and computes their
+output channels. Ranks may hold different numbers of groups, or none.
 """
 
 from __future__ import annotations

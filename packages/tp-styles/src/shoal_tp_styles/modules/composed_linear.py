@@ -1,10 +1,10 @@
 """Linear layers of several factors or blocks: adapters, latents, fused projections, attention.
 
-adapter   y = x W^T + scale * x A^T B^T    base and adapter run every collective together
+adapter   y = x W^T + scale * x A^T B^T   base and adapter run every collective together
     columns   x: R | S(d), W: S(0), A: R, B: S(0) -> y: S(-1)
     rows      x: S(-1), W: S(1), A: S(1), B: R -> y: R | S(d)
-latent    x: R, W: R -> y: R               the gradient of the last features is summed over the ranks
-fused     x: R | S(d) -> y: S(-1)          each block is sharded
+latent    x: R, W: R -> y: R              the gradient of the last features is summed over the ranks
+fused     x: R | S(d) -> y: S(-1)         each block is sharded
 heads     query, key, value: R -> output: R | S(d), by one reduction; the averaged weights, if they
           are requested, by another
 
@@ -79,8 +79,8 @@ class AdapterLinear(Lowered):
             x = ports.replicated_input(self, input)
             sharded = ("weight", "bias", "lora_B")
             replicated = "lora_A"
-        # Each rank multiplies the replicated factor with its shard of the other one, so the gradients
-        # of the replicated factor are partial sums.
+        # Each rank multiplies the replicated factor with its shard of the other one, so the
+        # gradients of the replicated factor are partial sums.
         params: Any = {**self.local(*sharded), **self.local(replicated, comm=self.comm)}
         base = linear(x, params["weight"], params.get("bias"))
         adapted = linear(linear(x, params["lora_A"]), params["lora_B"])

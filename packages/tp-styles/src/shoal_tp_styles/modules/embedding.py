@@ -1,7 +1,7 @@
 """Embedding tables and bags sharded along the vocabulary (rows) or along the features (columns).
 
-columns   tokens: R -> y: S(-1)          no communication in either direction; any bag mode
-rows      tokens: R -> y: R | S(d)       every rank looks up its own tokens, zeros elsewhere; then their sum
+columns  tokens: R -> y: S(-1)      no communication in either direction; any bag mode
+rows     tokens: R -> y: R | S(d)   each rank looks up its tokens, zeros elsewhere; then their sum
 """
 
 from __future__ import annotations

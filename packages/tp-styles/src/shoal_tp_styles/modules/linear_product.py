@@ -1,4 +1,4 @@
-"""The product of a sharded Linear, with the collectives before and after it, in one autograd function.
+"""The product of a sharded Linear, and the collectives around it, in one autograd function.
 
 The function works on the local shard of the weight. The shard's gradient is added to `.grad`, or
 returned as a DTensor with the weight's spec. For backward the function saves an alias of the input,

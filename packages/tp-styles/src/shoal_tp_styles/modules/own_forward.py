@@ -1,9 +1,10 @@
 """A module's own forward on a rank's tokens, on local parameters, or with other attention inside.
 
-x: S(sequence) -> y: S(sequence)        no communication of activations; the gradients of the replicated
-                                        parameters are partial sums, reduced in one collective per module
-heads: S, parameter: S -> y             as the forward computes it; no communication
-q, k, v: S(sequence) -> S(sequence)     the communication of the attention
+x: S(sequence) -> y: S(sequence)      no communication of activations; the gradients of the
+                                      replicated parameters are partial sums, reduced in one
+                                      collective per module
+heads: S, parameter: S -> y           as the forward computes it; no communication
+q, k, v: S(sequence) -> S(sequence)   the communication of the attention
 """
 
 from __future__ import annotations

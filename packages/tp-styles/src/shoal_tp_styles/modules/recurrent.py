@@ -1,7 +1,8 @@
 """RNN, LSTM and GRU on this rank's shard of the batch, or of the hidden units.
 
-batch         x: S(batch), state: S(batch) -> output and states: S(batch); parameters are replicated,
-              their gradients partial sums, which are reduced together, in one collective
+batch         x: S(batch), state: S(batch) -> output and states: S(batch);
+              parameters are replicated, their gradients partial sums, which are reduced together,
+              in one collective
 hidden units  x: R | S(d), W of each gate: S(hidden), h: S(hidden)
               -> output and states: S(hidden) | R
 

@@ -1,9 +1,9 @@
 """Linear layers sharded by output features (columns) or input features (rows), on local tensors.
 
-    columns   x: R -> y: S(-1)       backward: all-reduce of dx (shared by all readers of x), beside dW
-              x: S(d) -> y: S(-1)    all-gather of x; backward: reduce-scatter of dx, beside dW
-    rows      x: S(-1) -> y: R       all-reduce of y; backward: nothing
-              x: S(-1) -> y: S(d)    reduce-scatter of y; backward: all-gather of dy
+    columns  x: R -> y: S(-1)     backward: all-reduce of dx (shared by all readers of x), beside dW
+             x: S(d) -> y: S(-1)  all-gather of x; backward: reduce-scatter of dx, beside dW
+    rows     x: S(-1) -> y: R     all-reduce of y; backward: nothing
+             x: S(-1) -> y: S(d)  reduce-scatter of y; backward: all-gather of dy
 
 Under a style with `.overlapped(chunks)` the gather of x, the reduction of y, and in the backward
 the gather of dy run in chunks of dim 0 and overlap the products of other chunks.

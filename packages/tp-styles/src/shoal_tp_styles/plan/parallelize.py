@@ -194,7 +194,8 @@ def unparallelize_module(module: nn.Module) -> nn.Module:
         >>> from shoal_mesh import init_device_mesh
         >>> from shoal_mesh.testing import fake_world
         >>> with fake_world(1):
-        ...     linear = parallelize_module(nn.Linear(4, 8), init_device_mesh("cpu", (1,)), "colwise")
+        ...     mesh = init_device_mesh("cpu", (1,))
+        ...     linear = parallelize_module(nn.Linear(4, 8), mesh, "colwise")
         ...     type(unparallelize_module(linear).weight)
         <class 'torch.nn.parameter.Parameter'>
     """

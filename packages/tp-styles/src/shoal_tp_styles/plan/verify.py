@@ -124,7 +124,8 @@ def verify(
         >>> from shoal_mesh import abstract_mesh
         >>> from shoal_tp_styles import ColwiseParallel
         >>> model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
-        >>> print(verify(model, {"0": ColwiseParallel(), "7": ColwiseParallel()}, abstract_mesh((4,))))
+        >>> plan = {"0": ColwiseParallel(), "7": ColwiseParallel()}
+        >>> print(verify(model, plan, abstract_mesh((4,))))
         the plan does not fit
         unmatched: plan entry '7' matches no module of Sequential: no child of the root matches '7'
         empty: 0.weight: dim 0 of 6 in shards of [2, 2, 2, 0] along 0

@@ -39,7 +39,8 @@ class Tree:
     """The tree of modules below a root, as dotted paths, parents first.
 
     Example:
-        >>> tree = Tree(["", "layers", "layers.0", "layers.0.wq", "layers.1", "layers.1.wq", "head"])
+        >>> paths = ["", "layers", "layers.0", "layers.0.wq", "layers.1", "layers.1.wq", "head"]
+        >>> tree = Tree(paths)
         >>> tree.match("**.wq").paths
         ('layers.0.wq', 'layers.1.wq')
         >>> tree.match("layers.*.wk").token

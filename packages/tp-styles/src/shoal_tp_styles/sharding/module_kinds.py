@@ -1,4 +1,4 @@
-"""Kinds of modules, by which a style finds a module in its table, and facts about modules of experts.
+"""Kinds of modules, by which a style finds a module in its table, and facts about expert modules.
 
 A kind is a class, or stands for a structure of parameters (`TransposedLinear`). For a module of
 experts the file determines the form of its call, the number of experts, and the sharding of its
@@ -120,8 +120,8 @@ def experts_of(style: str, module: nn.Module, capacity: float | None = None) -> 
         obstacle = "gets rows that are sorted already, so a capacity cannot drop rows"
     if obstacle:
         raise UnsupportedModuleError(
-            f"{style}: {type(module).__name__} takes (rows, num_tokens_per_expert), and {obstacle}; "
-            "let its forward take (hidden_states, top_k_index, top_k_weights)"
+            f"{style}: {type(module).__name__} takes (rows, num_tokens_per_expert), and "
+            f"{obstacle}; let its forward take (hidden_states, top_k_index, top_k_weights)"
         )
     return Experts(_expert_count(style, module), grouped, listed, capacity)
 

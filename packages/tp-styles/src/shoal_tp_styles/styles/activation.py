@@ -57,10 +57,10 @@ class SequenceParallel(DeclaredStyle):
     """Style that runs a module on each rank's shard of the sequence.
 
     The module must compute each token independently of the other tokens. The style is for
-    LayerNorm, RMSNorm, Dropout, activations and your own modules of this kind, and for RNN, LSTM and
-    GRU along their batch dim. A plain input is this rank's shard of the sequence;
-    a DTensor is redistributed to it. The gradients of the replicated parameters are summed over the
-    axis before hooks and optimizers see them.
+    LayerNorm, RMSNorm, Dropout, activations and your own modules of this kind, and for RNN, LSTM
+    and GRU along their batch dim. A plain input is this rank's shard of the sequence; a DTensor is
+    redistributed to it. The gradients of the replicated parameters are summed over the axis before
+    hooks and optimizers see them.
 
     Args:
         sequence_dim: the dim of the activations that is sharded.
@@ -109,9 +109,9 @@ class ContextParallel(DeclaredStyle):
     The style is for a module of any kind: an attention, a block, a whole model. The inputs of the
     module are this rank's positions. Parameters stay as they are. Their gradients are the gradients
     of this rank's positions; `replicate` or `fully_shard` over the axis reduces them, as over data
-    ranks. Other styles on the same module or inside it use other axes. An activation checkpoint goes
-    around the module, not inside it: the recomputation in backward must call the forward of the
-    module, which replaces the attention.
+    ranks. Other styles on the same module or inside it use other axes. An activation checkpoint
+    goes around the module, not inside it: the recomputation in backward must call the forward of
+    the module, which replaces the attention.
 
     Args:
         method: how keys and values reach the queries, see `context_parallel_attention`.
@@ -197,8 +197,8 @@ class OwnParameters(DeclaredStyle):
     """Style that shards parameters of a module's own forward, such as one attention sink per head.
 
     The forward runs on local shards. Children keep styles of their own. A parameter that is not
-    named is replicated. Its gradient is used as each rank computes it and not reduced over the axis,
-    so each rank must compute the whole gradient.
+    named is replicated. Its gradient is used as each rank computes it and not reduced over the
+    axis, so each rank must compute the whole gradient.
 
     Args:
         dims: name of a parameter -> the dim that is sharded; a parameter that is None is not
@@ -248,11 +248,11 @@ class OwnParameters(DeclaredStyle):
         )
 
     def _sharded_dim(self, module: nn.Module, name: str, dim: int) -> int:
-        """Return a dim of a parameter, counted from the first one; raise if there is no such dim."""
+        """Return a dim of a parameter, counted from the first; raise if there is no such dim."""
         param = module._parameters.get(name)
         if param is not None:
-            # The dim -2, the rows of a weight, is also allowed for a bias of one dim, whose elements
-            # belong to the rows: both -1 and -2 are its dim 0.
+            # The dim -2, the rows of a weight, is also allowed for a bias of one dim, whose
+            # elements belong to the rows: both -1 and -2 are its dim 0.
             least_dim = -max(param.ndim, 2)
             if least_dim <= dim < param.ndim:
                 return max(dim + param.ndim, 0) if dim < 0 else dim
@@ -366,9 +366,9 @@ def sharded_groups(
             raise unsupported(name, module, CONVOLUTIONS)
     channels = ChannelsOfGroups.of(module, style.multiple_of)
     # A group reads `into` input channels, computes `out_of` output channels, and has `rows` rows of
-    # the weight. Ranks hold multiples of `unit` groups. Example: units of 2 groups, with 1 input and
-    # 2 output channels in a group; the ranks read multiples of 2 channels, and compute multiples of
-    # 4.
+    # the weight. Ranks hold multiples of `unit` groups. Example: units of 2 groups, with 1 input
+    # and 2 output channels in a group; the ranks read multiples of 2 channels, and compute
+    # multiples of 4.
     reads = Shard(channels.dim, multiple_of=channels.unit * channels.into)
     computes = Shard(channels.dim, multiple_of=channels.unit * channels.out_of)
     per_output = Shard(0, multiple_of=channels.unit * channels.out_of)

@@ -246,8 +246,8 @@ class ColwiseParallel(_FeatureStyle):
         {'weight': Shard(dim=0), 'bias': Shard(dim=0)}
     """
 
-    input_layouts: Layouts = LayoutField((Replicate(),))  # type: ignore[assignment]  # a descriptor
-    output_layouts: Layouts = LayoutField((Shard(-1),))  # type: ignore[assignment]  # a descriptor
+    input_layouts: Layouts = LayoutField((Replicate(),))  # type: ignore[assignment]  # descriptor
+    output_layouts: Layouts = LayoutField((Shard(-1),))  # type: ignore[assignment]  # descriptor
 
     @property
     def desired_input_layouts(self) -> tuple[Placement, ...]:
@@ -349,8 +349,8 @@ class RowwiseParallel(_FeatureStyle):
         {'weight': Shard(dim=1)}
     """
 
-    input_layouts: Layouts = LayoutField((Shard(-1),))  # type: ignore[assignment]  # a descriptor
-    output_layouts: Layouts = LayoutField((Replicate(),))  # type: ignore[assignment]  # a descriptor
+    input_layouts: Layouts = LayoutField((Shard(-1),))  # type: ignore[assignment]  # descriptor
+    output_layouts: Layouts = LayoutField((Replicate(),))  # type: ignore[assignment]  # descriptor
 
     def sharding(self, module: nn.Module) -> ModuleSharding:
         return self._declared_sharding(
@@ -404,7 +404,8 @@ class PackedColwiseParallel(DeclaredStyle):
 
     Example:
         >>> from shoal_tp_styles import Heads
-        >>> style = PackedColwiseParallel(blocks={"q": Heads(8, 64), "k": Heads(2, 64), "v": Heads(2, 64)})
+        >>> blocks = {"q": Heads(8, 64), "k": Heads(2, 64), "v": Heads(2, 64)}
+        >>> style = PackedColwiseParallel(blocks=blocks)
         >>> style.sharding(nn.Linear(512, 768)).fused.blocks["k"].features
         128
     """

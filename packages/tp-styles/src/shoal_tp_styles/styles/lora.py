@@ -3,8 +3,8 @@
 The adapter has the weights `A` (rank, inputs) and `B` (outputs, rank). R is `Replicate()`, S(dim)
 is `Shard(dim)`, and dx is the gradient of the input.
 
-columns   A: R, B: S(0)    the adapter reads what the base reads; one reduction of dx for both
-rows      A: S(1), B: R    the adapter's partial sums are added to the base's before the one reduction
+columns  A: R, B: S(0)   the adapter reads what the base reads; one reduction of dx for both
+rows     A: S(1), B: R   the adapter's partial sums are added to the base's before the one reduction
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class LoRA(DeclaredStyle):
             )
         is_by_columns = base.lowering is ColumnLinear
         parameters = dict(base.parameters)
-        # The adapter's sharded factor has the shards of the weight: heads, or multiples of features.
+        # The adapter's sharded factor has the shards of the weight: heads, or multiples of
+        # features.
         sharded = parameters["weight"]
         parameters["lora_A"] = Replicate() if is_by_columns else sharded
         parameters["lora_B"] = sharded if is_by_columns else Replicate()

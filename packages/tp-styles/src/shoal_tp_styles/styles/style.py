@@ -46,8 +46,8 @@ _TORCH_HOOKS = {
 class LayoutField:
     """A field that is read like torch's style fields, as a tuple of placements.
 
-    One placement may be assigned too. A field that was left out is kept as None, so that a style can
-    tell whether a layout was given; it reads as the default.
+    One placement may be assigned too. A field that was left out is kept as None, so that a style
+    can tell whether a layout was given; it reads as the default.
     """
 
     def __init__(self, default: tuple[Placement, ...]) -> None:
@@ -132,8 +132,9 @@ class DeclaredStyle(ParallelStyle):
         >>> from shoal_tp_styles import Port
         >>> class FeatureParallel(DeclaredStyle):
         ...     def sharding(self, module):
-        ...         port = Port(Shard(-1), Shard(-1))
-        ...         return ModuleSharding("FeatureParallel", {"weight": Shard(0)}, inputs=(port,), outputs=(port,))
+        ...         ports = (Port(Shard(-1), Shard(-1)),)
+        ...         weight = {"weight": Shard(0)}
+        ...         return ModuleSharding("FeatureParallel", weight, inputs=ports, outputs=ports)
         >>> FeatureParallel().sharding(nn.RMSNorm(4)).parameters
         {'weight': Shard(dim=0)}
     """
