@@ -19,7 +19,10 @@ shoal run [-m] SCRIPT --ranks N [--device cpu] [ARGUMENTS]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; return 0 if it succeeds, 1 if a mesh differs from one device, 2 for wrong arguments."""
+    """Run a command and return its exit code.
+
+    The code is 0 if it succeeds, 1 if a mesh differs from one device, 2 for wrong arguments.
+    """
     words = sys.argv[1:] if argv is None else argv
     is_certify = words[:1] == ["certify"]
     # `python -m shoal_lab SCRIPT` is the same as `shoal run SCRIPT`

@@ -56,8 +56,8 @@ def certify(  # noqa: PLR0913  # keywords for what runs may differ in
             one rank, with a mesh of sizes 1.
         meshes: the meshes to compare on, each a dict of axis sizes by name. For a script on a mesh
             {"ranks": n}, the names of axes are taken from its device meshes or process groups.
-        arguments: the arguments of the script. `{tp}` in an argument stands for the size of the axis
-            tp, which is 1 on one device.
+        arguments: the arguments of the script. `{tp}` in an argument stands for the size of the
+            axis tp, which is 1 on one device.
         sizes: keyword arguments of program and reference, such as the number of layers; they are
             halved to find a smaller failing program.
         dtype: the default dtype of both runs, or "" to leave torch's.

@@ -1,4 +1,4 @@
-"""Errors of certification: a program that differs from one device, and a program that cannot be certified."""
+"""Errors of certification: a program differs from one device, or it cannot be certified."""
 
 from __future__ import annotations
 

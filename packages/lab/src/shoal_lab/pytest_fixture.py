@@ -1,4 +1,4 @@
-"""The pytest fixture `certified`: a function that certifies a program and fails the test with the report.
+"""The pytest fixture `certified`, which certifies a program and fails the test with the report.
 
 May import: certify, report.
 """
@@ -15,7 +15,7 @@ from .report import CertificationReport
 
 @pytest.fixture
 def certified() -> Callable[..., CertificationReport]:
-    """Return a function with the arguments of `certify` that raises NotCertifiedError if a mesh differs.
+    """Return a function, called like `certify`, that raises NotCertifiedError if a mesh differs.
 
     Example:
         >>> def test_training(certified):
@@ -23,7 +23,7 @@ def certified() -> Callable[..., CertificationReport]:
     """
 
     def check(*args: object, **kwargs: object) -> CertificationReport:
-        report: CertificationReport = certify(*args, **kwargs)  # type: ignore[arg-type]  # checked by certify
+        report: CertificationReport = certify(*args, **kwargs)  # type: ignore[arg-type]  # checked
         return report.check()
 
     return check

@@ -32,8 +32,8 @@ class MeshResult:
         first_module: a text about the first module whose output, or gradient at the output,
             differs; "" if no module differs, or if modules were not compared.
         seconds: the duration of the comparison.
-        given: the mesh that `certify` was called with: sizes by the caller's names, which may differ
-            from the names in `mesh`.
+        given: the mesh that `certify` was called with: sizes by the caller's names, which may
+            differ from the names in `mesh`.
 
     Example:
         >>> result = MeshResult({"dp": 2}, [], 12, [], tolerance=1e-9)

@@ -156,7 +156,7 @@ def _shrink_sizes(
 
 
 def _smaller_sizes(certification: Certification) -> Iterator[tuple[str, Certification]]:
-    """Yield the certification with one size halved: of a function, or in the arguments of a script."""
+    """Yield the certification with one size halved, of a function or in a script's arguments."""
     job = certification.job
     reference = certification.reference
     if job.function is None:

@@ -1,4 +1,4 @@
-"""`ShrinkingTrials`: runs of smaller programs, with the reason why a smaller program does not show the failure.
+"""`ShrinkingTrials`: runs of smaller programs, with reasons why they do not show the failure.
 
 May import: certification, errors, report.
 """

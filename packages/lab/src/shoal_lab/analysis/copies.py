@@ -1,4 +1,4 @@
-"""The copies of one logical tensor on the ranks, its expected values, and comparisons of the two."""
+"""The copies of a logical tensor on the ranks, its expected values, and comparisons of the two."""
 
 from __future__ import annotations
 

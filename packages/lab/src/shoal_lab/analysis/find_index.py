@@ -97,7 +97,8 @@ def match_rows(local: Tensor, whole: Tensor, tolerance: float) -> Tensor | None:
     """
     flat_local = local.reshape(local.shape[0], -1)
     flat_whole = whole.reshape(whole.shape[0], -1)
-    # The product of a row with a random vector is its key. Rows with nearly equal keys are compared.
+    # The product of a row with a random vector is its key. Rows with nearly equal keys are
+    # compared.
     generator = torch.Generator().manual_seed(0)
     vector = torch.randn(flat_whole.shape[1], generator=generator, dtype=torch.float64)
     keys = flat_whole @ vector

@@ -210,7 +210,7 @@ def _place_by_sibling(
 
 
 def _place_by_name(name: str, value: LocalValue, wholes: Values) -> ValuePlace | None:
-    """Place a parameter in the logical parameter of the same name and shape, whatever its values."""
+    """Place a parameter in the logical parameter of its name and shape, whatever its values."""
     whole = wholes.get(name)
     if whole is None or whole.tensor.shape != value.tensor.shape:
         return None
@@ -220,7 +220,7 @@ def _place_by_name(name: str, value: LocalValue, wholes: Values) -> ValuePlace |
 def _place_by_chunk(
     name: str, value: LocalValue, wholes: Values, *, grid: MeshGrid, rank: int
 ) -> ValuePlace | None:
-    """Place a parameter as this rank's chunk along an axis, if only one axis and dim fit its shape."""
+    """Place a parameter as this rank's chunk along an axis, if only one axis and dim fit it."""
     whole = wholes.get(name)
     if whole is None or whole.tensor.ndim != value.tensor.ndim:
         return None

@@ -184,8 +184,8 @@ class _TensorComparison:
             if name in wholes and not name.startswith("optimizer."):
                 shape = tuple(by_rank[rank][name].tensor.shape)
                 text = (
-                    f"no part of the parameter of one device {tuple(wholes[name].tensor.shape)} has "
-                    f"the initial values that rank {rank} has {shape}"
+                    f"no part of the parameter of one device {tuple(wholes[name].tensor.shape)} "
+                    f"has the initial values that rank {rank} has {shape}"
                 )
                 axes = self._sharded_axes(name, by_rank)
                 explanation = FittingExplanation("random", axes, text)

@@ -49,7 +49,8 @@ class DropoutWatch:
 
         A compiled program leaves its graph to draw a mask.
         """
-        self._replaces = torch.compiler.disable(self._replaces)  # type: ignore[method-assign, no-untyped-call]  # of this instance; of torch
+        disable: Any = torch.compiler.disable
+        self._replaces = disable(self._replaces)  # type: ignore[method-assign]  # of this instance
         for name in _NAMES:
             setattr(F, name, self._record_masks(getattr(F, name)))
         F.scaled_dot_product_attention = self._watched_attention(F.scaled_dot_product_attention)
@@ -71,8 +72,8 @@ class DropoutWatch:
         """Return attention that records the mask of its dropout."""
 
         def attention(
-            query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0,
-            is_causal: bool = False, **options: Any,
+            query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None,
+            dropout_p: float = 0.0, is_causal: bool = False, **options: Any,
         ) -> Tensor:  # fmt: skip
             shape = (*query.shape[:-1], key.shape[-2])
             if dropout_p > 0 and self._replaces(query, dropout_p, shape):
@@ -82,7 +83,7 @@ class DropoutWatch:
         return attention
 
     def _replaces(self, input: Tensor, p: float, shape: Any) -> bool:
-        """Draw the mask of a dropout that is not applied; return False if the dropout is applied."""
+        """Draw the mask of a dropout that is not applied; return False if it is applied."""
         if self._keeps():
             return False
         self._draw(input, p, shape)

@@ -1,4 +1,4 @@
-"""Parameters of earlier steps: their values for stale forwards, and the names that got other parameters since."""
+"""Parameters of earlier steps: their values for stale forwards, and names that got others since."""
 
 from __future__ import annotations
 
