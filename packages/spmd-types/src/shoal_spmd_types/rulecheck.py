@@ -310,8 +310,8 @@ class _Trial:
             if axis_type in (R, I):
                 if not all(torch.equal(first, other) for other in line):
                     raise RuleCheckError(
-                        f"{self.cls.__name__} with {placement}: an output is declared {axis_type} over "
-                        f"{axis!r}, but its values differ between ranks"
+                        f"{self.cls.__name__} with {placement}: an output is declared {axis_type} "
+                        f"over {axis!r}, but its values differ between ranks"
                     )
                 joined[coordinate] = first
             elif axis_type is P:

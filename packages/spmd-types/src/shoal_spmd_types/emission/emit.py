@@ -121,7 +121,7 @@ def emit(
 
 
 def _first_and_last(mesh: DeviceMesh) -> list[DeviceMesh]:
-    """Return the abstract meshes of the first rank and of the last rank; one if there is one rank."""
+    """Return the abstract meshes of the first and the last rank; one mesh if there is one rank."""
     ranks = {0, prod(mesh.shape) - 1}
     return [
         abstract_mesh(mesh.shape, mesh.axis_names, rank=rank, device_type=mesh.device_type)

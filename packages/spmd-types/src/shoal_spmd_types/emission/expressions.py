@@ -156,7 +156,7 @@ def _without_defaults(named: Sequence[str]) -> list[str]:
 def _method_texts(
     name: str, operation: TracedOperation, args: Sequence[str], named: Sequence[str]
 ) -> list[str]:
-    """Return the call of a method of the first argument; [] if that is not a tensor with the method."""
+    """Return a call of the first argument's method; [] if it is not a tensor with the method."""
     parameters = signature_of(operation.operator).arguments
     is_self = bool(parameters) and parameters[0].name == "self"
     is_tensor = bool(operation.args) and isinstance(operation.args[0], TracedValue)

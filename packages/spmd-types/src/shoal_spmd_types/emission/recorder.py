@@ -186,8 +186,8 @@ class ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of
         if name == "aten::lift_fresh" and id(args[0]) not in self._values:
             raise EmissionError(
                 f"emit: {self.path or 'the root module'} makes a tensor of numbers, by "
-                "torch.tensor or by an assignment x[...] = number, and the program has no name for it; register "
-                "it as a buffer, or write x[...].fill_(number)"
+                "torch.tensor or by an assignment x[...] = number, and the program has no name for "
+                "it; register it as a buffer, or write x[...].fill_(number)"
             )
         if signature_of(func).is_mutable and not signature_of(self._operator).is_mutable:
             raise EmissionError(
@@ -276,13 +276,14 @@ class ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of
         if value.parameter or value.is_input:
             holder = "the weight or buffer" if value.parameter else "the input"
             raise EmissionError(
-                f"{subject} {holder} {value.parameter or value.hint}, which the program does not own; "
-                "write to a clone of it"
+                f"{subject} {holder} {value.parameter or value.hint}, which the program does not "
+                "own; write to a clone of it"
             )
         without = [view.operator for view in views if view.scatter is None]
         if without:
             raise EmissionError(
-                f"{subject} a view made by {without[0]}; write to slices or entries of a tensor only"
+                f"{subject} a view made by {without[0]}; write to slices or entries of a tensor "
+                "only"
             )
         if written_form(func) is None:
             raise EmissionError(f"{subject} a tensor, and no operator returns the result instead")
@@ -416,7 +417,7 @@ class ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of
 
     @contextmanager
     def inside_modules(self, root: nn.Module, layouts: Layouts) -> Iterator[None]:
-        """Open a block in which hooks record the module that runs, and give outputs their layouts."""
+        """Open a block in which hooks record the running module, and give outputs their layouts."""
         handles = []
         for path, module in root.named_modules():
             handles.append(module.register_forward_pre_hook(self._enter(path)))

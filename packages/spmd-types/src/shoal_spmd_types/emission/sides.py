@@ -30,7 +30,8 @@ class ProgramSides:
     def __init__(self, entries: Sequence[Entry], results: Any, axes: int) -> None:
         self._axes = axes
         self._mixed = _mixed_groups(entries, axes)
-        # (id of a value, axis): the values with a use that needs R, and those with a use that needs I
+        # (id of a value, axis): the values with a use that needs R, and those with a use
+        # that needs I
         self._needs_r: set[tuple[int, int]] = set()
         self._needs_i: set[tuple[int, int]] = set()
         self._may_be_r = _ids_that_may_be_r(entries)
@@ -95,7 +96,7 @@ class ProgramSides:
 
 
 def _mixed_groups(entries: Sequence[Entry], axes: int) -> set[tuple[int, int]]:
-    """Return (group, axis) for operators that have a value that is not replicated along the axis."""
+    """Return (group, axis) for operators with a value that is not replicated along the axis."""
     mixed = set()
     for entry in entries:
         if isinstance(entry, Movement):

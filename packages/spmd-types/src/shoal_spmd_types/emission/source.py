@@ -78,10 +78,14 @@ def _head(module: nn.Module, mesh: DeviceMesh, text: str) -> list[str]:
     """Return the lines of the docstring, and of the imports of the names in the text."""
     mode = "training" if module.training else "evaluation"
     names = [name for name in _IMPORTED if re.search(rf"\b{name}\b", text)]
+    kind = type(module).__name__
     lines = [
-        f'"""The forward of {type(module).__name__} on a rank of the mesh {_sizes(mesh)}, in {mode} mode.',
+        f'"""The forward of {kind} on a rank of the mesh {_sizes(mesh)}, in {mode} mode.',
         "",
-        "Written by `shoal_spmd_types.emit`. Every line has the dtype, the local shape and the types",
+        (
+            "Written by `shoal_spmd_types.emit`. "
+            "Every line has the dtype, the local shape and the types"
+        ),
         "of its result. `forward` takes the local tensors of parameters and buffers, by name.",
         '"""',
         "",
@@ -138,7 +142,10 @@ def _checks(mesh: DeviceMesh, inputs: Mapping[str, Any]) -> list[str]:
         "        tensor = assert_type(given[name], types)",
         '        assert tensor.shape == shape, f"{name}: made for {shape}, got {tensor.shape}"',
         '        assert tensor.dtype == dtype, f"{name}: made for {dtype}, got {tensor.dtype}"',
-        '        assert grad or not tensor.requires_grad, f"{name}: made for one without a gradient"',
+        (
+            "        assert grad or not tensor.requires_grad, "
+            'f"{name}: made for one without a gradient"'
+        ),
     ]
     for name, value in inputs.items():
         if not isinstance(value, Tensor):

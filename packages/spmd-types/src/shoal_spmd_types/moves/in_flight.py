@@ -1,4 +1,4 @@
-"""Results of collectives that are still in flight: tensors that wait when an operator reads them."""
+"""Results of collectives in flight: tensors that wait when an operator reads them."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class InFlight(Tensor):
         """Return the address of the arrived tensor."""
         return self.wait().data_ptr()
 
-    def __repr__(self, **options: Any) -> str:  # type: ignore[override]  # torch's has an argument that only torch passes
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]  # torch passes some
         """Return the text of the arrived tensor."""
         return repr(self.wait())
 

@@ -1,7 +1,7 @@
 """Differentiable moves of local tensors along one mesh axis.
 
-A move has two steps: the first moves the tensor, the second moves the tensor's gradient in backward.
-The ranks along the axis are a `Line`, and each of them calls `move` with its own tensor.
+A move has two steps: the first moves the tensor, the second moves the tensor's gradient in
+backward. The ranks along the axis are a `Line`, and each of them calls `move` with its own tensor.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class TypeStep:
             others; `slice` returns this rank's shard; `pad` returns a whole tensor with the shard
             at its place and zeros elsewhere; the others are collectives.
         dim: the dim that is sharded or gathered; for `all_to_all` the dim that is split.
-        stacks: whether the global tensor stacks the ranks' tensors, as `torch.stack` does: `dim` has
-            one entry per rank, and the tensor of one rank does not have this dim. `slice` and
+        stacks: whether the global tensor stacks the ranks' tensors, as `torch.stack` does: `dim`
+            has one entry per rank, and the tensor of one rank does not have this dim. `slice` and
             `reduce_scatter` then remove the dim, and `pad` and `all_gather` add it.
         concat_dim: for `all_to_all`, the dim along which blocks are joined.
         sizes: sizes of the ranks' shards along `dim`; None for equal ones. For `all_to_all`, the
