@@ -237,8 +237,8 @@ def _check_fit(flat: Mapping[str, Any], allowed: Sequence[str], checkpoint_id: A
         was_tensor = hasattr(saved[name], "size")
         if is_tensor is not was_tensor:
             raise CheckpointError(
-                f"checkpoint {checkpoint_id}: {name} must be a tensor in both the checkpoint and the "
-                "state dict"
+                f"checkpoint {checkpoint_id}: {name} must be a tensor in both the checkpoint and "
+                "the state dict"
             )
         if not is_tensor:
             continue
@@ -249,12 +249,13 @@ def _check_fit(flat: Mapping[str, Any], allowed: Sequence[str], checkpoint_id: A
         sizes = f"size {saved_size}, but the state dict has {size}"
         if len(saved_size) != len(size):
             raise CheckpointError(
-                f"checkpoint {checkpoint_id}: {name} has {sizes}: the number of dims must be the same"
+                f"checkpoint {checkpoint_id}: {name} has {sizes}: the number of dims must be the "
+                "same"
             )
         if not any(fnmatchcase(name, pattern) for pattern in allowed):
             raise CheckpointError(
-                f"checkpoint {checkpoint_id}: {name} has {sizes}; pass allow_shape_mismatch to read the "
-                "elements inside both sizes"
+                f"checkpoint {checkpoint_id}: {name} has {sizes}; pass allow_shape_mismatch to "
+                "read the elements inside both sizes"
             )
 
 

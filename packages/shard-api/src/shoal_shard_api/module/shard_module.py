@@ -425,11 +425,13 @@ def _check_shardable(tensor: Any, spec: Any, parameter_path: str, group: dist.Pr
         raise ParameterError(f"{parameter_path} is a ShardedTensor already: use its reshard()")
     if isinstance(tensor, DTensor):
         raise ParameterError(
-            f"{parameter_path} is a DTensor already: use ShardedTensor.from_dtensor(), or redistribute it"
+            f"{parameter_path} is a DTensor already: use ShardedTensor.from_dtensor(), or "
+            "redistribute it"
         )
     if tensor.is_meta or not is_plain(tensor):
         raise ParameterError(
-            f"{parameter_path} must be a plain strided tensor with data, got {kind_of(tensor)}: {tensor!r}"
+            f"{parameter_path} must be a plain strided tensor with data, got {kind_of(tensor)}: "
+            f"{tensor!r}"
         )
     if not tensor.is_contiguous():
         size = tuple(tensor.size())

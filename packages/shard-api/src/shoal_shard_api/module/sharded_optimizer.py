@@ -170,8 +170,8 @@ class ShardedOptimizer(optim.Optimizer):
                 options.
 
         Raises:
-            ArgumentTypeError: ``param_group`` is not a dict with "params", or "params" are not names
-                and tensors.
+            ArgumentTypeError: ``param_group`` is not a dict with "params", or "params" are not
+                names and tensors.
             ParameterError: A name is in the optimizer already.
         """
         require(param_group, dict, "add_param_group: param_group is a dict", ArgumentTypeError)

@@ -86,7 +86,9 @@ def pre_load_state_dict_hook(  # noqa: PLR0913  # torch's signature for such a h
     Example:
         >>> module = torch.nn.Module()
         >>> module.table = zeros(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), 4)
-        >>> _ = module._register_load_state_dict_pre_hook(pre_load_state_dict_hook, with_module=True)
+        >>> _ = module._register_load_state_dict_pre_hook(
+        ...     pre_load_state_dict_hook, with_module=True
+        ... )
         >>> loaded = ones(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), 4)
         >>> module.load_state_dict({"table": loaded})
         <All keys matched successfully>

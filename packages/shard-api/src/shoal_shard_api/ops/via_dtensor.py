@@ -3,8 +3,8 @@
 A conversion needs shards that form a ``Grid`` (grids.py). The arguments of a function are converted
 to the mesh of the first tensor whose layout has placements, the home mesh. Pointwise functions,
 detected by a run on meta tensors, do not need placements: they are computed on each shard alone, in
-any layout. Functions get the class ShardedTensor as the argument ``cls``, because its module imports
-this one.
+any layout. Functions get the class ShardedTensor as the argument ``cls``, because its module
+imports this one.
 """
 
 from __future__ import annotations

@@ -114,8 +114,8 @@ def _compare(name: str, reports: list[dict[str, Any]]) -> None:
     for rank, value in values.items():
         if value != first_value:
             raise RankMismatchError(
-                f"{shown} must be equal on all ranks: {first_value} on rank {first_rank}, {value} on "
-                f"rank {rank}; pass the same value on all ranks"
+                f"{shown} must be equal on all ranks: {first_value} on rank {first_rank}, {value} "
+                f"on rank {rank}; pass the same value on all ranks"
             )
 
 

@@ -4,11 +4,12 @@
 their local shards in the order of the layout. A rank without shards passes one empty tensor, so
 that it takes part in the collectives of backward.
 
-The first line of a docstring says where the tensor is before and after the call: `Layout` is sharded
-by a layout, `R` is replicated, that is whole on every rank, and `Plain` is whole on one rank.
+The first line of a docstring says where the tensor is before and after the call: `Layout` is
+sharded by a layout, `R` is replicated, that is whole on every rank, and `Plain` is whole
+on one rank.
 
-Rows on ranks 0 and 1 become columns. Rank 0 keeps the block `a b e f` and sends `c d g h`, and rank 1
-keeps `k l o p` and sends `i j m n`.
+Rows on ranks 0 and 1 become columns. Rank 0 keeps the block `a b e f` and sends `c d g h`, and
+rank 1 keeps `k l o p` and sends `i j m n`.
 
     before                      after
                                 rank 0 | rank 1
@@ -150,7 +151,7 @@ def _count_elements(boxes: list[Box]) -> int:
 
 
 class _Collect(torch.autograd.Function):
-    """Gathering on all ranks; the gradient of a shard is a slice of the gradient of the global tensor."""
+    """Gathering on all ranks; a shard's gradient is a slice of the global tensor's gradient."""
 
     @staticmethod
     def forward(

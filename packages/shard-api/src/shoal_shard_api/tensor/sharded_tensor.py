@@ -1,8 +1,8 @@
 """ShardedTensor: a global tensor whose spec places its shards on the ranks of a process group.
 
 The shards carry the autograd history and the gradients. The tensor around them has the global size
-and no storage. Operations are in ops/, data movement is in ranks/reshard.py, and constructors are in
-sharded_tensor_base.py.
+and no storage. Operations are in ops/, data movement is in ranks/reshard.py, and constructors are
+in sharded_tensor_base.py.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class ShardedTensor(ShardedTensorConstructors):
 
     @property
     def _comm(self) -> Comm:
-        # On a rank without shards, `_local_shards` is empty, but `_local_tensors` has the anchor. So
-        # `_local_tensors[0]` exists on every rank of the group.
+        # On a rank without shards, `_local_shards` is empty, but `_local_tensors` has the anchor.
+        # So `_local_tensors[0]` exists on every rank of the group.
         return comm_of(self._process_group, self._local_tensors[0].device.type)
 
     def local_tensor(self) -> torch.Tensor:
@@ -272,8 +272,9 @@ class ShardedTensor(ShardedTensorConstructors):
             return
         if not self._can_hold(out):
             raise LocalShardError(
-                f"gather: on dst={dst}, out must be a plain tensor of shape {tuple(self.size())} in "
-                f"which every element has its own memory (not meta, not expanded), got {kind_of(out)}"
+                f"gather: on dst={dst}, out must be a plain tensor of shape {tuple(self.size())} "
+                "in which every element has its own memory (not meta, not expanded), got "
+                f"{kind_of(out)}"
             )
 
     def _can_hold(self, out: Any) -> bool:

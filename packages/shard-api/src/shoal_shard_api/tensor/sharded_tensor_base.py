@@ -49,8 +49,8 @@ class ShardedTensorBase(torch.Tensor):
         requires_grad: True if the shards require gradients.
         pin_memory: True if the shards are in pinned host memory.
         memory_format: torch.contiguous_format.
-        strides: Strides that the tensor reports, one per dim; None for those of a contiguous tensor.
-            They do not describe memory: each shard is contiguous.
+        strides: Strides that the tensor reports, one per dim; None for those of a contiguous
+            tensor. They do not describe memory: each shard is contiguous.
 
     Raises:
         ArgumentTypeError: The spec is not a ShardingSpec, the size not a sequence of integers, or a
