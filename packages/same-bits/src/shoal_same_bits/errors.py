@@ -6,4 +6,4 @@ from shoal_dtensor.errors import StyleError
 
 
 class VariantArithmeticError(StyleError, RuntimeError):
-    """The bits of operators of this device depend on the number of ranks; the message names them."""
+    """The bits of this device's operators depend on the number of ranks; the message names them."""

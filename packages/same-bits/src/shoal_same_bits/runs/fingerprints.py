@@ -18,10 +18,10 @@ from shoal_dtensor.internal import local_shard
 from shoal_mesh import Comm, DeviceMesh
 from shoal_tp_styles import Lowered
 
-# The number of sums, a power of two. The squares of the sums add up to about the squared norm of the
-# tensor; with 64 sums the norm is right to about 10 percent. The differences between the sums of two
-# runs give the norm of the difference of their tensors in the same way, which the sum of squares
-# cannot give.
+# The number of sums, a power of two. The squares of the sums add up to about the squared norm of
+# the tensor; with 64 sums the norm is right to about 10 percent. The differences between the sums
+# of two runs give the norm of the difference of their tensors in the same way, which the sum of
+# squares cannot give.
 _SUMS = 64
 # size of an element in bytes -> an integer dtype of that size
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -56,9 +56,9 @@ class GlobalPart:
         """Compute the fingerprint of this part, on the CPU.
 
         Args:
-            salt: a number that changes which sum an element is added to. If the ranks have values of
-                their own with the same indices, each rank needs another salt, so that differences
-                of two ranks do not cancel in the sum over ranks.
+            salt: a number that changes which sum an element is added to. If the ranks have values
+                of their own with the same indices, each rank needs another salt, so that
+                differences of two ranks do not cancel in the sum over ranks.
 
         Returns:
             A float64 tensor (66,) with the 64 sums, the sum of squares, and the number of elements
@@ -169,8 +169,8 @@ def part_of_output(
     if batch is None:
         return part
     data_ranks = _all_axes(batch)
-    # If the DTensor's mesh has all data ranks, its spec also shards dim 0 over them, and the part is
-    # already a part of the global batch.
+    # If the DTensor's mesh has all data ranks, its spec also shards dim 0 over them, and the part
+    # is already a part of the global batch.
     if set(data_ranks.ranks) <= set(_all_axes(output.device_mesh).ranks):
         return part
     # Otherwise the tensor has the rows of one data rank. All data ranks have equally many. Example:
