@@ -1,4 +1,4 @@
-"""Weights of a sharded trainer in a differently sharded server: described, planned, proven, sent."""
+"""A sharded trainer's weights in a differently sharded server: described, planned, proven, sent."""
 
 from shoal_mesh.internal import facade
 

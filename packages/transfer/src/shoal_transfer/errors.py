@@ -18,7 +18,7 @@ class ProofError(PlanError):
 
 
 class TransferError(StyleError, RuntimeError):
-    """A transfer that failed or was refused while it ran; the message says what the target holds."""
+    """A transfer failed or was refused while it ran; the message says what the target holds."""
 
 
 class LoaderComputesError(MappingError):

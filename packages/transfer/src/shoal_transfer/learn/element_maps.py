@@ -183,7 +183,7 @@ def _best_parts(keys: _Keys, region: Region) -> list[Region] | None:
 
 
 def _periods(sections: Sequence[range]) -> list[int]:
-    """Return lengths after which a pattern of sections may repeat: patterns of up to six sections."""
+    """Return lengths after which a pattern of up to six sections may repeat."""
     return [section.stop for section in sections[:6]]
 
 

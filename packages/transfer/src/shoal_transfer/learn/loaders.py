@@ -70,8 +70,8 @@ def learn_mapping(
         keep: patterns of names, as in `fnmatch`, of parameters and buffers that the loader does
             not write, or not completely, and that keep their values in the server.
         compute: functions by patterns of names, as in `fnmatch`, for example
-            ``{"*norm.weight": lambda moved: moved + 1}``. The loader computes each element of such a
-            parameter from one element, and the function must return the same values. The mapping
+            ``{"*norm.weight": lambda moved: moved + 1}``. The loader computes each element of such
+            a parameter from one element, and the function must return the same values. The mapping
             moves the elements before the computation; pass the same functions to `WeightTransfer`.
 
     Returns:
@@ -266,9 +266,9 @@ def _computes(name: str, reason: str, pattern: str | None = None) -> str:
     if pattern is not None:
         return f"{name!r}: the loader does not write what compute[{pattern!r}] returns; {reason}"
     return (
-        f"{name!r}: the loader {reason}; a mapping only moves elements. If it computes each element "
-        "from one element, pass compute={...} with the function by the parameter's name; else let "
-        "it fill the layout before such work, and do the work in the receiver's finish"
+        f"{name!r}: the loader {reason}; a mapping only moves elements. If it computes each "
+        "element from one element, pass compute={...} with the function by the parameter's name; "
+        "else let it fill the layout before such work, and do the work in the receiver's finish"
     )
 
 

@@ -242,8 +242,8 @@ class _Replay:
         """Check that an operation wrote elements of its inputs, or constants.
 
         Raises:
-            ComputedError: the operation wrote other values, or integers or bools that depend on the values of
-                floating point inputs, such as the indices of elements that are not 0.
+            ComputedError: the operation wrote other values, or integers or bools that depend on the
+                values of floating point inputs, such as the indices of elements that are not 0.
         """
         name = operator_name(operation.operator)
         try:

@@ -20,8 +20,8 @@ def verify_mapping(declared: WeightMapping, recorded: WeightMapping) -> WeightMa
 
     Args:
         declared: the mapping to check.
-        recorded: the mapping of `learn_mapping`, possibly composed with `learn_conversion`. Elements
-            that it keeps, because the loader does not write them, are not compared.
+        recorded: the mapping of `learn_mapping`, possibly composed with `learn_conversion`.
+            Elements that it keeps, because the loader does not write them, are not compared.
 
     Returns:
         The declared mapping with the witness of the recorded one.

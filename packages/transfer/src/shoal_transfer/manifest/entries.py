@@ -21,8 +21,8 @@ class Entry(NamedTuple):
         table: the dict of a module that holds the tensor.
         name: the tensor's key in `table`.
         tensor: the parameter or buffer.
-        source: name of the plain model's tensor. A block of a split fused parameter is a part of it;
-            other tensors are the whole of it.
+        source: name of the plain model's tensor. A block of a split fused parameter is a part of
+            it; other tensors are the whole of it.
         first_row: the row of `source` at which the tensor begins.
         source_shape: shape of `source`.
         transposed: whether the rows of the tensor are columns of `source`.

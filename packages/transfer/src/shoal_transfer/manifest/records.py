@@ -52,7 +52,8 @@ class Holding(NamedTuple):
 class TensorRecord:
     """One logical tensor of a model and the ranks that hold it.
 
-    Records of equal layout share one `holdings` tuple, by which a plan finds them and plans them once.
+    Records of equal layout share one `holdings` tuple, by which a plan finds them and plans
+    them once.
 
     Attributes:
         name: logical name: the name of the plain model.
@@ -195,8 +196,8 @@ class Manifest:
             text: the JSON text.
 
         Raises:
-            ManifestError: the text is not a manifest, has another version, lacks a part, or has a box
-                outside of its tensor.
+            ManifestError: the text is not a manifest, has another version, lacks a part, or has a
+                box outside of its tensor.
         """
         try:
             return cls._from_value(json.loads(text))

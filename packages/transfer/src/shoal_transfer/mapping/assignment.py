@@ -19,10 +19,10 @@ from .regions import Region, common_positions, format_region, take
 class Assignment:
     """A region of a target tensor and the source of its values.
 
-    Target dim `d` advances together with source dim `dims[d]`: the k-th index of the target dim gets
-    its values from the k-th index of the source dim. A transposed copy has dims (1, 0). If dims[d]
-    is None, all indices of target dim `d` get the same values. A source dim that is not in `dims`
-    has one index, which all elements of the target use.
+    Target dim `d` advances together with source dim `dims[d]`: the k-th index of the target dim
+    gets its values from the k-th index of the source dim. A transposed copy has dims (1, 0). If
+    dims[d] is None, all indices of target dim `d` get the same values. A source dim that is not in
+    `dims` has one index, which all elements of the target use.
 
     Attributes:
         target: name of the target tensor.

@@ -263,7 +263,8 @@ def _require(shapes: Shapes, names: Sequence[str], target: str) -> None:
     missing = [name for name in names if name not in shapes]
     if missing:
         raise MappingError(
-            f"{target!r}: the tensor {missing[0]!r} does not exist; the names are {_first_names(shapes)}"
+            f"{target!r}: the tensor {missing[0]!r} does not exist; the names are "
+            f"{_first_names(shapes)}"
         )
 
 

@@ -57,8 +57,9 @@ def common_positions(one: range, other: range) -> tuple[range, range]:
     distance = other.start - one.start
     if distance % divisor:
         return no_positions
-    # Position i of `one` is in `other` if i * one.step == distance, modulo other.step. All three are
-    # divided by their common divisor; then one.step has an inverse, which gives the first i >= 0.
+    # Position i of `one` is in `other` if i * one.step == distance, modulo other.step. All three
+    # are divided by their common divisor; then one.step has an inverse, which gives the
+    # first i >= 0.
     modulus = other.step // divisor
     inverse = pow(one.step // divisor, -1, modulus) if modulus > 1 else 0
     first = one.start + one.step * (distance // divisor * inverse % modulus)

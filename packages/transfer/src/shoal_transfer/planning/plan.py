@@ -49,8 +49,8 @@ def plan_transfer(
         max_bytes: most bytes that one rank sends and receives in one message round.
 
     Returns:
-        A plan that is proven to carry out the mapping. The proof cannot find an error in the mapping
-        itself: `plan.is_verified` tells whether the mapping has a witness.
+        A plan that is proven to carry out the mapping. The proof cannot find an error in the
+        mapping itself: `plan.is_verified` tells whether the mapping has a witness.
 
     Raises:
         StyleTypeError: an argument of a wrong type.

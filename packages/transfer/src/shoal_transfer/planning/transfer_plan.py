@@ -196,7 +196,8 @@ class TransferPlan:
         Example:
             >>> from shoal_transfer import describe, plan_transfer
             >>> one = describe({"w": torch.zeros(2, 3)}, world="one")
-            >>> print(plan_transfer(one, describe({"w": torch.zeros(2, 3)}, world="other")).explain())
+            >>> other = describe({"w": torch.zeros(2, 3)}, world="other")
+            >>> print(plan_transfer(one, other).explain())
             1 tensors from 1 ranks to 1 ranks: 24 B between ranks, 0 B inside ranks
             proven; mapping unverified
             busiest sender 24 B, busiest receiver 24 B, 0 B between hosts

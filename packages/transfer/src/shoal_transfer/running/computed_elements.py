@@ -55,8 +55,8 @@ class Computations:
         for name, function in self._names.items():
             if function not in self._functions:
                 return (
-                    f"{name!r} is computed by {function!r}; pass compute={{{function!r}: ...}} with "
-                    "the function"
+                    f"{name!r} is computed by {function!r}; pass compute={{{function!r}: ...}} "
+                    "with the function"
                 )
         return None
 

@@ -65,7 +65,7 @@ class LocalMemories:
         return None
 
     def shared_with(self, other: LocalMemories) -> str | None:
-        """Return the name of a tensor that shares memory with a tensor of the other side, or None."""
+        """Return the name of a tensor that shares memory with one of the other side, or None."""
         ranges = defaultdict[int, list[tuple[int, int]]](list)
         for tensor in other.tensors.values():
             ranges[tensor.untyped_storage().data_ptr()].append(_bytes_in_storage(tensor))

@@ -37,8 +37,8 @@ def as_integers(flat: Tensor) -> Tensor:
 def digest_of(flat: Tensor) -> int:
     """Return a digest of the bits and the order of elements, computed on their device.
 
-    Different digests show elements that are wrong, missing or exchanged. The digest does not protect
-    against messages that somebody has made to have the same digest.
+    Different digests show elements that are wrong, missing or exchanged. The digest does not
+    protect against messages that somebody has made to have the same digest.
 
     Example:
         >>> digest_of(torch.tensor([1.0, 2.0])) == digest_of(torch.tensor([2.0, 1.0]))

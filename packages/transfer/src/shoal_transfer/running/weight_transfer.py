@@ -79,10 +79,10 @@ class WeightTransfer:
     All ranks of both sides make one, with equal plans, and call its methods in the same order.
 
     In mode "staged" the target has a second copy of its weights, into which elements arrive. When
-    all ranks have all elements of a version, the copy is written to the weights. If a transfer fails
-    before that, the target keeps its old weights. In mode "in_place" elements arrive in the weights
-    themselves, so the weights must not be used during a transfer. After a fault `is_valid` is False
-    until a transfer succeeds.
+    all ranks have all elements of a version, the copy is written to the weights. If a transfer
+    fails before that, the target keeps its old weights. In mode "in_place" elements arrive in the
+    weights themselves, so the weights must not be used during a transfer. After a fault `is_valid`
+    is False until a transfer succeeds.
 
     Args:
         plan: the plan that `plan_transfer` returned.
@@ -92,8 +92,8 @@ class WeightTransfer:
             need a `JointWire` or a `FolderWire`.
         mode: "staged" or "in_place".
         deltas: send only the elements whose bits changed since the last transfer, where they are
-            fewer bytes. The sender keeps a copy of the elements that it sent. In mode "in_place" the
-            target must not change the weights between two transfers.
+            fewer bytes. The sender keeps a copy of the elements that it sent. In mode "in_place"
+            the target must not change the weights between two transfers.
         finish: called on target ranks after a transfer, once for each layer, with the names of its
             tensors; for example to quantize them.
         compute: the functions of the mapping's computed tensors, by their names in the mapping, as
@@ -391,8 +391,8 @@ class WeightTransfer:
             shared = self._target.shared_with(self._source)
             if shared is not None:
                 return (
-                    f"target: {shared!r} shares memory with the source, which mode 'in_place' would "
-                    "overwrite before it is read; use mode 'staged'"
+                    f"target: {shared!r} shares memory with the source, which mode 'in_place' "
+                    "would overwrite before it is read; use mode 'staged'"
                 )
         return None
 
