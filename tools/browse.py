@@ -1,4 +1,6 @@
-"""Opens every page of a built site in a headless Chromium, on a desktop in two colour schemes and on a phone.
+"""Opens every page of a built site in a headless Chromium.
+
+The views are a desktop in two colour schemes and a phone.
 
 `python tools/browse.py docs/_build/html [--pictures FOLDER]` prints the faults of each page and
 exits with the number of pages that have some: images that do not load, tables and pages that are
@@ -33,14 +35,18 @@ PROBE = """(() => {
     if (!image.complete || !image.naturalWidth) found.push("image missing: " + image.src);
     else if (content.contains(image) && !image.src.endsWith(".svg")
              && getComputedStyle(image).backgroundColor == "rgba(0, 0, 0, 0)")
-      found.push("image without a background, so ink may be dark on dark: " + image.src.split("/").pop());
+        found.push("image without a background, so ink may be dark on dark: "
+                   + image.src.split("/").pop());
   // a phone has room for about 45 characters
   for (const code of innerWidth < 1000 ? [] : content.querySelectorAll("pre"))
-    if (code.scrollWidth > code.clientWidth + 1)
-      found.push("code scrolls sideways: " + code.innerText.split("\\n").sort((a, b) => b.length - a.length)[0]);
+    if (code.scrollWidth > code.clientWidth + 1) {
+      const lines = code.innerText.split("\\n").sort((a, b) => b.length - a.length);
+      found.push("code scrolls sideways: " + lines[0]);
+    }
   for (const table of content.querySelectorAll("table")) {
     let box = table;
-    while (box && !["auto", "scroll"].includes(getComputedStyle(box).overflowX)) box = box.parentElement;
+    while (box && !["auto", "scroll"].includes(getComputedStyle(box).overflowX))
+      box = box.parentElement;
     if (!box && table.getBoundingClientRect().right > innerWidth + 1)
       found.push("table wider than the page: " + table.innerText.slice(0, 60));
   }
@@ -50,7 +56,8 @@ PROBE = """(() => {
 
   const numbers = color => (color.match(/[\\d.]+/g) || []).map(Number);
   const luminance = color => {
-    const [r, g, b] = color.map(one => (one /= 255) <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4);
+    const linear = one => one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4;
+    const [r, g, b] = color.map(one => linear(one / 255));
     return 0.2126 * r + 0.7152 * g + 0.0722 * b;
   };
   const background = element => {
@@ -63,8 +70,10 @@ PROBE = """(() => {
   const seen = new Set(), texts = document.createTreeWalker(content, NodeFilter.SHOW_TEXT);
   while (texts.nextNode()) {
     const element = texts.currentNode.parentElement, text = texts.currentNode.data.trim();
-    if (!text || !element.checkVisibility({opacityProperty: true, visibilityProperty: true})) continue;
-    const color = numbers(getComputedStyle(element).color).slice(0, 3), behind = background(element);
+    const options = {opacityProperty: true, visibilityProperty: true};
+    if (!text || !element.checkVisibility(options)) continue;
+    const color = numbers(getComputedStyle(element).color).slice(0, 3);
+    const behind = background(element);
     const [low, high] = [luminance(color), luminance(behind)].sort((a, b) => a - b);
     const ratio = (high + 0.05) / (low + 0.05), key = color + "/" + behind;
     if (ratio < CONTRAST && !seen.has(key)) {
@@ -77,7 +86,10 @@ PROBE = """(() => {
 
 
 def faults_of(page: Path, browser: Chromium, picture: Path | None) -> list[str]:
-    """One line for each view in which the browser finds something wrong with a page; with `picture`, a PNG of each."""
+    """One line for each view in which the browser finds something wrong with a page.
+
+    With `picture`, each view is kept as a PNG.
+    """
     browser.open(page.as_uri())
     lines = [f"script: {text}" for text in map(script_error, browser.events) if text]
     for view, (width, height, scheme) in VIEWS.items():
@@ -95,7 +107,10 @@ def faults_of(page: Path, browser: Chromium, picture: Path | None) -> list[str]:
 
 
 def script_error(event: dict[str, Any]) -> str:
-    """The text of an event that is an error of a script, or of something that the page loads; empty for others."""
+    """The text of an event that is an error of a script, or of something that the page loads.
+
+    It is empty for others.
+    """
     if event["method"] == "Runtime.exceptionThrown":
         return str(event["params"]["exceptionDetails"]["text"])
     entry = event["params"].get("entry", {}) if event["method"] == "Log.entryAdded" else {}

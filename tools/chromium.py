@@ -1,4 +1,6 @@
-"""A headless Chromium for `browse.py`: one of this machine, or npm's `@sparticuz/chromium`, unpacked under `.nox`.
+"""A headless Chromium for `browse.py`: one of this machine, or npm's `@sparticuz/chromium`.
+
+npm's is unpacked under `.nox`.
 
 The package carries a Chromium for Linux on x86-64, the libraries that bare machines lack, and a
 font, so that neither root nor a display is needed. It is driven by the DevTools protocol over two
@@ -39,8 +41,9 @@ FONTS = """<?xml version="1.0"?><!DOCTYPE fontconfig SYSTEM "fonts.dtd">
 """
 DECOMPRESS = """
 const fs = require("fs"), zlib = require("zlib"), [source, target] = process.argv.slice(1);
-require("stream").pipeline(fs.createReadStream(source), zlib.createBrotliDecompress(), fs.createWriteStream(target),
-                           error => { if (error) throw error });
+require("stream").pipeline(
+    fs.createReadStream(source), zlib.createBrotliDecompress(), fs.createWriteStream(target),
+    error => { if (error) throw error });
 """
 
 
@@ -122,7 +125,8 @@ class Chromium:
         reads, self._write, self._read, writes = (
             fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in ends
         )
-        run = f"import os, sys; os.dup2({reads}, 3); os.dup2({writes}, 4); os.execv(sys.argv[1], sys.argv[1:])"
+        moved = f"os.dup2({reads}, 3); os.dup2({writes}, 4)"
+        run = f"import os, sys; {moved}; os.execv(sys.argv[1], sys.argv[1:])"
         flags = [*FLAGS, f"--user-data-dir={self._profile.name}", "about:blank"]
         self._program = program
         self._process = subprocess.Popen(

@@ -1,4 +1,6 @@
-"""Checks that every folder imports exactly the siblings that its contract names: `python tools/contracts.py`.
+"""Checks that every folder imports exactly the siblings that its contract names.
+
+Run: ``python tools/contracts.py``.
 
 The docstring of a folder's `__init__.py` names the siblings that its files import: `May
 import: errors, layout.` or `May import: nothing.` So does a file beside the folders of a package,
@@ -22,7 +24,10 @@ LINE = re.compile(r"^May import: ([\w,\s]+)\.$", re.MULTILINE)
 
 
 def imported(path: Path, sources: dict[str, Path]) -> Iterator[tuple[int, Path]]:
-    """Lines of a file that import from our packages, with the folder, or the file without suffix, that they import."""
+    """Lines of a file that import from our packages.
+
+    Each has the folder, or the file without suffix, that it imports.
+    """
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
             home = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
@@ -45,7 +50,10 @@ def imported(path: Path, sources: dict[str, Path]) -> Iterator[tuple[int, Path]]
 
 
 def imports(root: Path, sources: dict[str, Path]) -> dict[Path, dict[str, str]]:
-    """Map each package, folder and file (without suffix) to its imported siblings, each with one importing line."""
+    """Map each package, folder and file (without suffix) to its imported siblings.
+
+    Each sibling has one importing line.
+    """
     used: dict[Path, dict[str, str]] = {}
     for path in sorted(path for source in sources.values() for path in source.rglob("*.py")):
         for child in (path.parent, path.with_suffix("")):
@@ -61,7 +69,7 @@ def imports(root: Path, sources: dict[str, Path]) -> dict[Path, dict[str, str]]:
 
 
 def says(child: Path) -> tuple[Path, set[str] | None]:
-    """Return the file with the contract of a package, folder or file, and its contract; None without one."""
+    """Return the file with a package's, folder's or file's contract, and it; None without one."""
     file = child / "pyproject.toml"
     if file.is_file():
         needs = tomllib.loads(file.read_text())["project"]["dependencies"]
@@ -80,7 +88,7 @@ def below(root: Path, package: str) -> set[str]:
 
 
 def findings(root: Path) -> Iterator[str]:
-    """One line for each import that is not allowed, each allowance that no import needs, and each circle."""
+    """One line for each forbidden import, each allowance that no import needs, and each circle."""
     sources = {init.parent.name: init.parent for init in root.glob("packages/*/src/*/__init__.py")}
     used = imports(root, sources)
     for child in used.keys() - sources.values() | {
@@ -102,7 +110,8 @@ def findings(root: Path) -> Iterator[str]:
                 {child.name: used[child] for child in used if child.parent == folder}
             ).prepare()
         except CycleError as circle:
-            yield f"{folder.relative_to(root)}: a circle: {' imports '.join(reversed(circle.args[1]))}"
+            names = " imports ".join(reversed(circle.args[1]))
+            yield f"{folder.relative_to(root)}: a circle: {names}"
 
 
 def main() -> int:

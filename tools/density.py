@@ -100,7 +100,10 @@ def statements_in(node):
 
 
 def measure(folder, worst):
-    counters = "parallel nested ifexp lambdas long_functions long_files code w100 own trailing docs nounless"
+    counters = (
+        "parallel nested ifexp lambdas long_functions long_files code w100 own trailing docs "
+        "nounless"
+    )
     t = dict.fromkeys(counters.split(), 0)
     t["sizes"] = []
     files = [folder] if folder.is_file() else sorted(folder.rglob("*.py"))

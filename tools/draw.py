@@ -1,4 +1,6 @@
-"""Draws the figures of the pages into `docs/_static`: `python tools/draw.py`. Layouts are what `Spec` says they are.
+"""Draws the figures of the pages into `docs/_static`: `python tools/draw.py`.
+
+Layouts are what `Spec` says they are.
 
 Figures are SVG without a background. Their ink is a gray that is readable on white and on the dark
 scheme's background; a color always names a rank, except in the bars of benchmarks.
@@ -207,7 +209,7 @@ def draw_matrix(
 
 
 def draw_lowered_block() -> None:
-    """Draw a feed-forward block on 4 ranks as matrices, colored by the rank that holds each part."""
+    """Draw a feed-forward block on 4 ranks as matrices, colored by the rank that holds a part."""
     figure, axis = plt.subplots(figsize=(9, 2.7), layout="constrained")
     draw_matrix(axis, 0, (0.6, 1), split="", title="x\n(tokens, 64)")
     axis.text(0.85, 0, "@", ha="center", va="center", fontsize=11)
@@ -228,7 +230,7 @@ def draw_lowered_block() -> None:
 
 
 def measured(page: str) -> list[list[str]]:
-    """Return the table between `<!-- measured -->` and `<!-- end -->` of a page: its header, then its rows."""
+    """Return the table between `<!-- measured -->` and `<!-- end -->` of a page, header first."""
     text = (HERE.parent / page).read_text()
     table = text.partition("<!-- measured -->")[2].partition("<!-- end -->")[0]
     rows = []
@@ -240,7 +242,7 @@ def measured(page: str) -> list[list[str]]:
 
 
 def draw_benchmarks() -> None:
-    """Draw speeds of the two tables of measurements, relative to the first of each row that was measured."""
+    """Draw speeds of the two tables of measurements, relative to the first in each measured row."""
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for axis, page in zip(axes, ("benchmarks.md", "how-to/inference.md"), strict=True):
         header, *rows = measured(page)

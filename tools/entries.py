@@ -1,4 +1,6 @@
-"""Checks the reference of a built site: every public name and method has an entry, and nothing internal has one.
+"""Checks the reference of a built site.
+
+Every public name and method has an entry, and nothing internal has one.
 
 `python tools/entries.py docs/_build/html` exits with the number of faults.
 """
@@ -52,7 +54,7 @@ def documented(module: str) -> Iterator[tuple[str, Any]]:
 
 
 def methods(cls: type) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Methods and properties of ours with a docstring, and under which names they may have an entry."""
+    """Our methods and properties with a docstring, and names under which an entry may be."""
     for name in dir(cls):
         owner = next((base for base in cls.__mro__ if name in vars(base)), object)
         member = inspect.getattr_static(cls, name)

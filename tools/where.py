@@ -1,4 +1,4 @@
-"""Writes `where/` from the first sentences of folders and modules: `python tools/where.py [--check]`."""
+"""Writes `where/` from first sentences of folders and modules: `python tools/where.py --check`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ PAGES = ROOT / "docs" / "where"
 INTRODUCTION = """\
 # Where does X live?
 
-Every folder and module of a package with the first sentence of its docstring. Imports go down only: `May import:` in a
-folder's docstring names the siblings that its modules may import, and `nox -s lint` checks it. Private names of torch
-are used in `_torch` only. The module `internal` of a package has the names for other packages of shoal.
+Every folder and module of a package with the first sentence of its docstring. Imports go down only:
+`May import:` in a folder's docstring names the siblings that its modules may import, and
+`nox -s lint` checks it. Private names of torch are used in `_torch` only. The module `internal` of
+a package has the names for other packages of shoal.
 
 These pages are generated: `python tools/where.py`.
 
@@ -33,7 +34,7 @@ def first_sentence(path: Path) -> str:
 
 
 def modules(folder: Path) -> Iterator[Path]:
-    """Return the modules of a folder in alphabetical order, without the modules that every package has."""
+    """Return a folder's modules in alphabetical order, without the modules of every package."""
     for path in sorted(folder.glob("*.py")):
         if path.name not in ("__init__.py", "__about__.py", "__main__.py"):
             yield path

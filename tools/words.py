@@ -1,4 +1,6 @@
-"""Finds words that `glossary.md` has a better one for, and counts vague words: `python tools/words.py [FILE ...]`.
+"""Finds words that `glossary.md` has a better one for, and counts vague words.
+
+Run: ``python tools/words.py [FILE ...]``.
 
 Vague words are counted per 1,000 words of docstrings, comments, error texts and pages. `GROUPS` has
 the highest rate of each group of files; without FILE all groups are checked.
@@ -79,7 +81,7 @@ GROUPS = (
 
 
 def prose(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield line numbers and texts of prose: the lines of a page, the strings and comments of a module."""
+    """Yield line numbers and texts of prose: lines of a page, strings and comments of a module."""
     if path.suffix == ".md":
         yield from _outside_blocks(path.read_text())
         return
@@ -183,8 +185,8 @@ def excesses(paths: Iterable[Path]) -> Iterator[str]:
         for (kind, rate), ceiling in zip(found.items(), group.ceilings, strict=True):
             if round(rate, 2) > ceiling:
                 yield (
-                    f"{group.name}: {rate:.2f} {kind!r} per 1,000 words, at most {ceiling}: rewrite "
-                    "sentences with their nouns"
+                    f"{group.name}: {rate:.2f} {kind!r} per 1,000 words, at most {ceiling}: "
+                    "rewrite sentences with their nouns"
                 )
 
 
