@@ -1,4 +1,4 @@
-"""Sharded data parallelism by hand: plain tensors and c10d, as one would write it for a stack of blocks.
+"""Sharded data parallelism by hand for a stack of blocks: plain tensors and c10d.
 
 Every block has one flat tensor, of which each rank keeps a shard. The next block's is gathered
 while a block computes, and freed after the block's forward and its backward. Gradients are reduced
@@ -128,7 +128,7 @@ class HandSharded(nn.Module):
             self.flats[i - 1].start()
 
     def reduce(self, flat: Flat, grads: tuple[Tensor, ...]) -> None:
-        """Reduce the gradients of a block; the gradients of the previous block have arrived meanwhile."""
+        """Reduce the gradients of a block; the previous block's have arrived meanwhile."""
         if self.reducing is not None:
             self.reducing.finish()
         flat.reduce(grads)

@@ -1,6 +1,10 @@
-"""One table of common tasks of training and serving: by hand, torch, JAX and shoal, from the last run of each script.
+"""One table of common tasks of training and serving: by hand, torch, JAX and shoal.
 
-python benchmarks/_table.py        # also the last thing that `nox -s bench` does; kept as out/bench/table.md
+It has the results of the last run of each script.
+
+    python benchmarks/_table.py
+
+It is also the last thing that `nox -s bench` does; the table is kept as out/bench/table.md.
 """
 
 from __future__ import annotations

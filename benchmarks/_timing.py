@@ -1,4 +1,6 @@
-"""Timing that holds on a noisy machine: rivals take turns in one run, the best round counts, results are ratios.
+"""Timing that holds on a noisy machine.
+
+Rivals take turns in one run, the best round counts, and results are ratios.
 
 A benchmark is a script: it builds the rivals as zero-argument callables, gives them to `race`,
 prints a `table`, and hands the same rows to `report`, which keeps them as JSON under out/bench.
@@ -62,7 +64,7 @@ def race(
     warmup: int = 3,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
-    """Time the rivals in turns: round 1 of each, round 2 of each, and so on, so that load hits all alike.
+    """Time the rivals in turns: round 1 of each, round 2 of each, so that load hits all alike.
 
     Args:
         rivals: name to a callable without arguments; each call is one unit of work.

@@ -1,4 +1,4 @@
-"""The plans that torch's DTensor would run, priced by shoal's model: the peers in `redistribute.py`."""
+"""The plans of torch's DTensor, priced by shoal's model: the peers in `redistribute.py`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,10 @@ def torch_steps(mesh: Any, src: Spec, dst: Spec, *, min_cost: bool) -> list[Any]
 
 
 def price(steps: Sequence[Any], src: Spec, links: Links) -> tuple[float, float, int]:
-    """Seconds, bytes received by a rank and collectives of torch's steps, under shoal's model (even shapes)."""
+    """Seconds, bytes received by a rank and collectives of torch's steps, for even shapes.
+
+    The seconds follow shoal's model.
+    """
     whole = prod(src.shape) * src.dtype.itemsize
     cuts = {axis for cut in src.dim_shardings for axis in cut.axes}
     seconds, received, collectives = 0.0, 0.0, 0

@@ -1,8 +1,10 @@
-"""Planning of a checkpoint of 64 ranks beside torch's DTensor, in one run: `python benchmarks/checkpoint_planning.py`.
+"""Planning of a checkpoint of 64 ranks beside torch's DTensor, in one run.
+
+Run: ``python benchmarks/checkpoint_planning.py``.
 
 torch's own planner plans both: 160 parameters, even, uneven and replicated. Local: the plans of all
-64 ranks, one after the other. Global: the plan that the coordinator makes of the local plans. Fake process groups;
-processor time, the best of rounds.
+64 ranks, one after the other. Global: the plan that the coordinator makes of the local plans. Fake
+process groups; processor time, the best of rounds.
 """
 
 from __future__ import annotations

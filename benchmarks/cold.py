@@ -1,4 +1,6 @@
-"""First uses, of a shape and of the library, beside torch, in one run: `python benchmarks/cold.py [FILTER]`.
+"""First uses, of a shape and of the library, beside torch, in one run.
+
+Run: ``python benchmarks/cold.py [FILTER]``.
 
 Every call gets a new shape of a known kind: even shards, the same placements. The inputs exist
 already, so one call measures the decision. Each case has small shapes of its own: the shapes of a
@@ -132,7 +134,10 @@ print((time.process_time() - begin) * 1e3)
 
 
 def fresh(library: str, mesh: str) -> float:
-    """Milliseconds of a process's own time from the import on; the best of several processes, after a first one."""
+    """Milliseconds of a process's own time from the import on.
+
+    It is the best of several processes, after a first one.
+    """
     return min(fresh_processes(FRESH.format(library=library, mesh=mesh), ROUNDS + 1)[1:])
 
 

@@ -1,4 +1,6 @@
-"""Compiled tensor-parallel modules: by hand, torch's DTensor and shoal in one run: `python benchmarks/compile.py`.
+"""Compiled tensor-parallel modules: by hand, torch's DTensor and shoal in one run.
+
+Run: ``python benchmarks/compile.py``.
 
 One thread and a fake process group of four: the time is that of guards, of wrapping parameters and
 gradients, and of superfluous kernels of a graph; the larger size is a realistic one. By
@@ -17,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -78,7 +80,7 @@ def compiled(backend: str, dim: int, tokens: int) -> dict[str, dict[str, Callabl
     rows: dict[str, dict[str, Callable[[], Any]]] = {}
     for name, pair in models.items():
         for what, model, x in zip(("mlp", "block"), pair, inputs, strict=True):
-            fast: nn.Module = torch.compile(model, backend=backend, fullgraph=True)  # type: ignore[assignment]
+            fast: Any = torch.compile(model, backend=backend, fullgraph=True)
             rows.setdefault(f"{what} forward", {})[name] = forward(fast, x)
             rows.setdefault(f"{what} forward+backward", {})[name] = step(fast, x)
     return rows

@@ -1,4 +1,6 @@
-"""Attention of long sequences: peak memory per rank and time against length, one device and four ranks, in one run.
+"""Attention of long sequences: peak memory per rank and time against length.
+
+One device and four ranks are measured in one run.
 
     python benchmarks/context_parallel.py [--lengths 1024 2048 4096 8192] [--rounds 3] [--plot
     FILE.png]
@@ -90,7 +92,8 @@ def torch_runs(length: int) -> str:
     try:
         with torch_context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 3):
             leaf = [x.detach().requires_grad_() for x in buffers]
-            out: Any = functional.scaled_dot_product_attention(*leaf, is_causal=True)  # type: ignore[misc]  # three
+            query, key, value = leaf
+            out: Any = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
             out.sum().backward()
     except Exception as error:  # any error, as a user gets it
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
@@ -98,7 +101,10 @@ def torch_runs(length: int) -> str:
 
 
 def plot(rows: Sequence[tuple[int, str, float, float]], path: str) -> None:
-    """Draw memory against length, a line per method, without a background and in ink for light and dark pages."""
+    """Draw memory against length, a line per method.
+
+    The picture has no background, and its ink suits light and dark pages.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -1,4 +1,6 @@
-"""Training steps of data-parallel ranks over gloo: `fully_shard` and `replicate` of torch and of shoal, in one run.
+"""Training steps of data-parallel ranks over gloo, in one run.
+
+The candidates are `fully_shard` and `replicate` of torch and of shoal.
 
     python benchmarks/data_parallel.py [--rounds 8] [--only "data 4"] [--json FILE] [--trace]
 
@@ -98,7 +100,10 @@ def sharded(size: str, layout: tuple[int, int]) -> dict[str, nn.Module]:
 
 
 def replicas(size: str, layout: tuple[int, int]) -> dict[str, nn.Module]:
-    """The stack, replicated by torch, by hand (after backward), and by shoal, with sharded optimizer state too."""
+    """The stack, replicated by torch, by hand (after backward), and by shoal.
+
+    Shoal's is measured with sharded optimizer state too.
+    """
     data = init_device_mesh("cpu", layout, mesh_dim_names=("data", "tensor"))["data"]
     return {
         "torch": DistributedDataParallel(stack(size), process_group=data.get_group()),
@@ -219,7 +224,7 @@ def run(size: str, title: str, rounds: int) -> dict[str, dict[str, Any]]:
 def in_turns(
     works: dict[str, Any], steps: int, rounds: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """Seconds of a step of each candidate in all rounds, on the clock and of the processors of all ranks."""
+    """Seconds of a step of each candidate in all rounds: clock, and processors of all ranks."""
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in works}
     for _ in range(rounds):
         for name, work in works.items():
@@ -237,7 +242,7 @@ def in_turns(
 
 
 class Timeline:
-    """When collectives of units were under way and modules computed, in the order in which they began."""
+    """When collectives of units were under way and modules computed, in order of beginning."""
 
     def __init__(self) -> None:
         self.spans: list[list[Any]] = []  # label, begin, end
@@ -277,7 +282,7 @@ class Timeline:
         next(span for span in reversed(self.spans) if span[0] == what)[2] = time.perf_counter()
 
     def overlapped(self) -> list[tuple[str, str]]:
-        """For each collective, the computation that ran from begin to end while it was under way."""
+        """For each collective, the computation from begin to end while it was under way."""
         computing = [span for span in self.spans if "ward" in span[0]]
         return [
             (kind, ", ".join(what for what, a, b in computing if begin <= a and b <= end))
@@ -355,8 +360,8 @@ def show(title: str, size: str, found: dict[str, dict[str, Any]]) -> list[str]:
         if best > bar:
             missed.append(f"{title}, {size}, {peer}")
     print(
-        "  "
-        f"{'':20}{'ms':>9}{'processor':>11}{'params':>9}{'grads':>8}{'state':>8}{'peak':>8}{'shared':>8}  MiB"
+        f"  {'':20}{'ms':>9}{'processor':>11}"
+        f"{'params':>9}{'grads':>8}{'state':>8}{'peak':>8}{'shared':>8}  MiB"
     )
     for name, row in rows.items():
         memory = "".join(

@@ -1,9 +1,9 @@
 """Host time of emitted programs, beside the same models made parallel by hand.
 
-Run: ``python benchmarks/emitted.py [NAMES]``. The models are tiny architectures of transformers on two
-ranks of a fake world, where collectives cost nothing, so the time is Python's and the dispatcher's.
-By hand means: the model's own code on local shards, its linear layers replaced by column-parallel and
-row-parallel ones with autograd functions over `torch.distributed`.
+Run: ``python benchmarks/emitted.py [NAMES]``. The models are tiny architectures of transformers on
+two ranks of a fake world, where collectives cost nothing, so the time is Python's and the
+dispatcher's. By hand means: the model's own code on local shards, its linear layers replaced by
+column-parallel and row-parallel ones with autograd functions over `torch.distributed`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def reduce_gradients_of(module: Any) -> None:
 
 
 def make_parallel_by_hand(model: nn.Module) -> None:
-    """Replace the linear layers that the model's plan names, and reduce the gradients that it names."""
+    """Replace the linear layers that the model's plan names; reduce the gradients it names."""
     styles = dict[str, str](model.tp_plan)  # type: ignore[arg-type]  # of transformers
     for path, module in list(model.named_modules()):
         style = next((kind for name, kind in styles.items() if fnmatchcase(path, name)), None)

@@ -1,4 +1,6 @@
-"""A layer of experts on four gloo ranks: time of a step and bytes sent, by hand, as torchtitan does it, and by shoal.
+"""A layer of experts on four gloo ranks: time of a step and bytes sent.
+
+The rivals are by hand, as torchtitan does it, and by shoal.
 
     python benchmarks/experts.py [--rounds 9]
 
@@ -91,7 +93,8 @@ class Block(Layer):
         )
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        return super().forward(x, chosen, weights) + self.shared(x)  # type: ignore[no-any-return]  # a module's call
+        computed: Tensor = super().forward(x, chosen, weights)
+        return computed + self.shared(x)
 
 
 class HandExchange(torch.autograd.Function):
@@ -127,27 +130,30 @@ class Sent(nn.Module):
         dist.all_to_all_single(received, counts)
         by_rank = torch.stack([counts, received]).view(2, RANKS, -1)
         sends, receives = by_rank.sum(2).tolist()
-        here = HandExchange.apply(rows, sends, receives)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        here = HandExchange.apply(rows, sends, receives)  # type: ignore[no-untyped-call]  # torch
         which = torch.arange(EXPERTS // RANKS).repeat(RANKS).repeat_interleave(received)
         order = torch.argsort(which, stable=True)
         made = self.own(here.index_select(0, order), by_rank[1].sum(0))
         back = made.index_select(0, torch.argsort(order))
-        return HandExchange.apply(back, receives, sends)  # type: ignore[no-untyped-call, no-any-return]  # as above
+        exchange: Any = HandExchange.apply
+        returned: Tensor = exchange(back, receives, sends)
+        return returned
 
 
 class PaddedExperts(Experts):
-    """Experts as torchtitan's style calls them: DTensor weights, and rows of padding behind the others."""
+    """Experts as torchtitan's style calls them: DTensor weights, padding rows behind the others."""
 
     def forward(self, rows: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         sizes: list[int] = num_tokens_per_expert.tolist()
         groups = torch.split_with_sizes(rows[: sum(sizes)], sizes)
-        w1, w2 = (each.to_local() for each in self._parameters.values())  # type: ignore[union-attr]  # DTensors
+        weights: Any = self._parameters.values()
+        w1, w2 = (weight.to_local() for weight in weights)
         made = [functional.silu(x @ a.t()) @ b.t() for x, a, b in zip(groups, w1, w2, strict=True)]
         return torch.cat([*made, rows.new_zeros(len(rows) - sum(sizes), rows.shape[1])])
 
 
 def torchtitan_style() -> Any:
-    """The `ExpertParallel` of torchtitan, without the rest of the library, which needs a GPU to be imported."""
+    """The `ExpertParallel` of torchtitan alone: importing the rest of torchtitan needs a GPU."""
     spec = find_spec("torchtitan")
     assert spec is not None, "the caller has asked"
     assert spec.submodule_search_locations is not None, "a package"
@@ -218,7 +224,10 @@ def rank_main(rounds: int) -> list[tuple[str, float, int]]:
 
 
 def bytes_sent(mode: CommDebugMode) -> int:
-    """Count bytes sent to other ranks: 3/4 of an all-to-all on average, 3/2 of a reduction on a ring."""
+    """Count bytes sent to other ranks.
+
+    An all-to-all sends 3/4 on average, and a reduction on a ring 3/2.
+    """
     share = {"all_reduce": 2 * (RANKS - 1) / RANKS, "all_gather_into_tensor": RANKS - 1}
     return round(
         sum(record.nbytes * share.get(record.op, (RANKS - 1) / RANKS) for record in mode.trace)

@@ -1,4 +1,6 @@
-"""A model of transformers on ranks: memory of loading and saving, and tokens per second against transformers' own.
+"""A model of transformers on ranks: memory of loading and saving, and tokens per second.
+
+The speed is compared with transformers' own.
 
 Memory is the peak that a rank allocates (anonymous memory, sampled) beyond its memory before,
 beside the bytes of its own part of the model. Generation is greedy, in float32 with a dynamic
@@ -75,7 +77,7 @@ def quiet() -> None:
 def write_plain(
     home: str, family: str, sizes: dict[str, Any], changes: dict[str, Any], shard: str
 ) -> None:
-    """A model with random weights as transformers saves it, and a tiny one, in a process of its own."""
+    """A model with random weights as transformers saves it, and a tiny one, in its own process."""
     import transformers
 
     quiet()
@@ -227,8 +229,12 @@ def speed_table(home: str, rounds: int) -> None:
                     ]
                 )
     keep_cases("hugging_face", [
-        Case(f"Llama of width {width}, 4 ranks: {phase}", "ms a token", 1e3 / float(ours), torch=1e3 / float(theirs))
-        for width, ranks, phase, ours, theirs, *_ in rows if width == LARGE["hidden_size"] and ranks == 4
+        Case(
+            f"Llama of width {width}, 4 ranks: {phase}", "ms a token",
+            1e3 / float(ours), torch=1e3 / float(theirs),
+        )
+        for width, ranks, phase, ours, theirs, *_ in rows
+        if width == LARGE["hidden_size"] and ranks == 4
     ])  # fmt: skip
     names = ["shoal tokens/s", "transformers", "one process", "shoal / transformers"]
     report("hugging_face_speed", ["width", "ranks", "phase", *names], rows)

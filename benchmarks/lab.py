@@ -1,4 +1,6 @@
-"""Time and memory of many ranks on one machine: the lab's threads and processes beside real gloo ranks.
+"""Time and memory of many ranks on one machine: the lab beside real gloo ranks.
+
+The lab's ranks are threads and processes.
 
 Every rank trains a transformer of two layers with FSDP over `data` and tensor parallelism of two
 ranks over `tensor`: zero_grad, forward, loss, backward, AdamW. Every case runs in a process of its
@@ -98,7 +100,7 @@ def descendants() -> list[int]:
 
 
 def pss() -> float:
-    """Return MiB of this process and all below it; each shared page is divided among its processes."""
+    """Return MiB of this process and all below it; shared pages are divided among processes."""
     total = 0
     for pid in descendants():
         try:

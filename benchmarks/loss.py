@@ -1,8 +1,10 @@
-"""The last product and the loss of a language model over ranks that shard the classes: time and peak memory.
+"""The last product and the loss of a language model over ranks that shard the classes.
+
+Time and peak memory are measured.
 
 `linear_cross_entropy` against the product and `losses.cross_entropy` on its logits, and against
-torch's counterpart of both: DTensor logits under torch's `loss_parallel`. Forward and backward on two
-gloo ranks.
+torch's counterpart of both: DTensor logits under torch's `loss_parallel`. Forward and backward on
+two gloo ranks.
 
     python benchmarks/loss.py
 """

@@ -1,4 +1,6 @@
-"""Meshes and collectives beside torch, in one run: `python benchmarks/mesh.py [shared|create|groups|overhead|import]`.
+"""Meshes and collectives beside torch, in one run.
+
+Run: ``python benchmarks/mesh.py [shared|create|groups|overhead|import]``.
 
 Tables of torch, shoal and their ratio; times are the best of several, because this is about
 software overhead.
@@ -45,7 +47,7 @@ def in_world(size: int, run: Callable[[], Any]) -> Any:
 
 
 def measure_creation(make: Callable[..., Any], shape: tuple[int, ...]) -> dict[str, float]:
-    """Milliseconds of creation, slice and flatten, and KiB of creation, each in a world of its own."""
+    """Milliseconds of creation, slice and flatten, and KiB of creation, each in its own world."""
     size = shape[0] * shape[1] * shape[2]
     found: dict[str, float] = {
         "create": float("inf"),
@@ -101,7 +103,10 @@ def creation() -> None:
 
 
 def _count_groups(whose: str) -> tuple[int, int, int, float]:
-    """On a rank: groups after one mesh, after an equal second one, collective calls to make them, seconds."""
+    """On a rank: groups after one mesh and after an equal second one, collectives, seconds.
+
+    The collectives are the calls that make the groups.
+    """
     import torch.distributed.distributed_c10d as c10d
 
     if whose == "torch":
@@ -208,7 +213,8 @@ def overhead() -> None:
 
 def import_time() -> None:
     """Must show 4: at most 60 ms above `import torch`."""
-    code = "import time, torch; a = time.process_time(); import shoal_mesh; print(time.process_time() - a)"
+    clock = "time.process_time()"
+    code = f"import time, torch; a = {clock}; import shoal_mesh; print({clock} - a)"
     took = min(fresh_processes(code, 5)) * 1e3
     report(
         "mesh_import", ["import shoal_mesh above import torch", "ms"], [("processor time", took)]

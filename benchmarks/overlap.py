@@ -1,4 +1,6 @@
-"""Asynchronous tensor parallelism on two gloo ranks: `overlapped(n)` beside the same styles without it, in one run.
+"""Asynchronous tensor parallelism on two gloo ranks, in one run.
+
+`overlapped(n)` is measured beside the same styles without it.
 
     python benchmarks/overlap.py [--ranks 2] [--rounds 12]
 

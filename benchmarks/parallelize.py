@@ -1,4 +1,6 @@
-"""`parallelize_module` of many layers beside torch's on two ranks: `python benchmarks/parallelize.py [WIDTH]`.
+"""`parallelize_module` of many layers beside torch's on two ranks.
+
+Run: ``python benchmarks/parallelize.py [WIDTH]``.
 
 Layer by layer, and one call with wildcards for all layers; the best of rounds that take turns.
 """

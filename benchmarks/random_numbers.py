@@ -97,7 +97,10 @@ def cost() -> None:
 
 
 def placements() -> None:
-    """Print the default's cost by the start of the shard: numbers before the shard are skipped, not drawn."""
+    """Print the default's cost by the start of the shard.
+
+    Numbers before the shard are skipped, not drawn.
+    """
     rivals: dict[str, Callable[[], object]] = {
         "torch, the part alone": lambda: torch.randn(1024, 4096)
     }

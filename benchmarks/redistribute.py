@@ -1,16 +1,19 @@
-"""Redistribution: quality of plans, planning time, real transfers and software overhead, beside torch's DTensor.
+"""Redistribution beside torch's DTensor.
+
+Compared are the quality of plans, planning time, real transfers and software overhead.
 
     python benchmarks/redistribute.py [plans] [planning] [overhead] [real] [async]
 
-plans     all placement pairs on meshes of 1 to 3 axes, equally fast or the outer one ten times slower: modelled time,
-          bytes and collectives of shoal, of torch's greedy (its default) and min-cost planners
-          (with every flattened mesh made beforehand), the least that must move, pairs without
-          reductions that send more than that, and pairs in which shoal's plan sends more than one
-          of torch's
+plans     all placement pairs on meshes of 1 to 3 axes, equally fast or the outer one ten times
+          slower: modelled time, bytes and collectives of shoal, of torch's greedy (its default) and
+          min-cost planners (with every flattened mesh made beforehand), the least that must move,
+          pairs without reductions that send more than that, and pairs in which shoal's plan sends
+          more than one of torch's
 planning  seconds per fresh plan
 overhead  a redistribute of a tiny DTensor on the fake process group
 real      64 MiB tensors between four gloo ranks: time and peak memory
-async     10 MiB tensors between four ranks, `async_op=True` and not: until the call returns, until the result is here
+async     10 MiB tensors between four ranks, `async_op=True` and not: until the call returns,
+          until the result is here
 """
 
 from __future__ import annotations
@@ -61,7 +64,10 @@ def topologies(axes: int) -> dict[str, Topology]:
 def pairs(
     mesh_shape: tuple[int, ...], shape: tuple[int, ...], most: int = PAIRS
 ) -> Iterator[tuple[Spec, Spec]]:
-    """All pairs of R, P, S(0), S(1) per axis; `dst` is partial only where `src` is (torch refuses the others)."""
+    """All pairs of R, P, S(0), S(1) per axis.
+
+    `dst` is partial only where `src` is, because torch refuses other pairs.
+    """
     mesh = abstract_mesh(mesh_shape)
     options = (Replicate(), Partial(), Shard(0), Shard(1))
     found = []
@@ -119,9 +125,9 @@ def compare_plans() -> None:
             totals["n shoal"] / count, totals["n greedy"] / count, totals["n min-cost"] / count,
         ])  # fmt: skip
     header = [
-        "mesh", "size", "axes", "pairs", "greedy/shoal time", "min-cost/shoal", "worst greedy", "worst min-cost",
-        "shoal slower", "MiB shoal", "MiB greedy", "MiB min-cost", "MiB least", "S/R above least", "more bytes",
-        "calls shoal", "calls greedy", "calls min-cost",
+        "mesh", "size", "axes", "pairs", "greedy/shoal time", "min-cost/shoal", "worst greedy",
+        "worst min-cost", "shoal slower", "MiB shoal", "MiB greedy", "MiB min-cost", "MiB least",
+        "S/R above least", "more bytes", "calls shoal", "calls greedy", "calls min-cost",
     ]  # fmt: skip
     report("redistribute_plans", header, rows)
     bar("never slower than torch's plans (modelled)", sum(row[8] for row in rows) == 0)
@@ -208,10 +214,10 @@ def time_planning() -> None:
 
 
 def clock(work: Any, specs: Sequence[Spec]) -> tuple[float, float]:
-    """Median and worst milliseconds of CPU time over neighbouring pairs, nothing cached; of each the best turn.
+    """Median and worst milliseconds of CPU time over neighbouring pairs, nothing cached.
 
-    The worst is then a pair that takes long, not one during which the machine was busy: a turn goes
-    over all pairs.
+    Each is that of the best turn. The worst is then a pair that takes long, not one during which
+    the machine was busy: a turn goes over all pairs.
     """
     import gc
 
@@ -247,9 +253,11 @@ def on_real_ranks() -> None:
     for i, (mesh_shape, old, new) in enumerate(REAL):
         by_rank = [rank[0][i] for rank in measured]
         slowest = {name: max(r[name] for r in by_rank) for name in by_rank[0]}
+        move = f"{', '.join(map(str, old))} -> {', '.join(map(str, new))}"
         rows.append([
-            "x".join(map(str, mesh_shape)), f"{', '.join(map(str, old))} -> {', '.join(map(str, new))}",
-            slowest["shoal s"] * 1e3, slowest["torch s"] * 1e3, slowest["torch s"] / slowest["shoal s"],
+            "x".join(map(str, mesh_shape)), move,
+            slowest["shoal s"] * 1e3, slowest["torch s"] * 1e3,
+            slowest["torch s"] / slowest["shoal s"],
             slowest["shoal MiB"], slowest["torch MiB"],
         ])  # fmt: skip
     keep_cases("redistribute", [

@@ -1,8 +1,11 @@
-"""First uses on 4 to 16,384 ranks beside torch, in one run: `python benchmarks/scale.py [RANKS...]`.
+"""First uses on 4 to 16,384 ranks beside torch, in one run.
+
+Run: ``python benchmarks/scale.py [RANKS...]``.
 
 Each row is a first use: a new mesh, or tensors of a shape that no operator has seen. Process groups
 are fake, so the time is that of software. The best of several shapes counts. Only the result of
-S(0)->R grows with the ranks: all rows of all ranks, 16,384 of them to allocate and to fill (`GLOBAL`).
+S(0)->R grows with the ranks: all rows of all ranks, 16,384 of them to allocate and to fill
+(`GLOBAL`).
 """
 
 from __future__ import annotations

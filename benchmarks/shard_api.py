@@ -1,11 +1,13 @@
-"""ShardedTensor beside torch's: reshard and gather of 64 MiB between four gloo ranks, time and peak memory in one run.
+"""ShardedTensor beside torch's: reshard and gather of 64 MiB between four gloo ranks.
+
+Time and peak memory are measured in one run.
 
     python benchmarks/shard_api.py
 
-Both libraries wrap the same local tensors (no copy) and reshard; operations that torch does not have are
-measured for shoal alone. Times are the best round of the slowest rank, in turns; memory is how far the rank
-with the largest growth rose above the resident memory before, the result included, in a second run
-whose malloc gives large blocks back at once.
+Both libraries wrap the same local tensors (no copy) and reshard; operations that torch does not
+have are measured for shoal alone. Times are the best round of the slowest rank, in turns; memory is
+how far the rank with the largest growth rose above the resident memory before, the result included,
+in a second run whose malloc gives large blocks back at once.
 """
 
 from __future__ import annotations
@@ -78,7 +80,8 @@ def main() -> None:
             weighed[case]["torch"] if theirs else "-",
         ])  # fmt: skip
     keep_cases("shard_api", [
-        Case(f"64 MiB: {row[0]}", "ms", row[1], torch=row[2]) for row in rows if isinstance(row[2], float)
+        Case(f"64 MiB: {row[0]}", "ms", row[1], torch=row[2])
+        for row in rows if isinstance(row[2], float)
     ][:2])  # fmt: skip
     report(
         "shard_api",
@@ -98,7 +101,10 @@ def main() -> None:
 
 
 def memory_of_a_fresh_run() -> dict[str, dict[str, float]]:
-    """MiB by case and rival, from ranks whose malloc gives large blocks back at once, so that a peak is one."""
+    """MiB by case and rival.
+
+    They are from ranks whose malloc gives large blocks back at once, so that a peak is one.
+    """
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**16)}
     command = [sys.executable, __file__, "--weigh"]
     told = subprocess.run(
@@ -183,7 +189,10 @@ def check(rivals: dict[str, Callable[[], Any]]) -> None:
 
 
 def measure(rivals: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every round, in turns; for no rounds, the growth of this rank's memory at its worst, in MiB."""
+    """Seconds of every round, in turns.
+
+    For no rounds it is the growth of this rank's memory at its worst, in MiB.
+    """
     found: dict[str, list[float]] = {name: [] for name in rivals}
     for name, work in rivals.items():
         work()

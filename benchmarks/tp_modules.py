@@ -200,7 +200,7 @@ def optimizer_step(model: nn.Module, *, fused: bool = False) -> Callable[[], Any
 
 
 def clip(model: nn.Module, *, dispatched: bool = False) -> Callable[[], Any]:
-    """Gradient clipping of the parallel parameters; shoal's by its own function unless `dispatched`.
+    """Gradient clipping of the parallel parameters; shoal's by its function unless `dispatched`.
 
     By hand the norm is that of the whole model too: one reduction for the sharded gradients; the
     biases of row-wise layers count once.
@@ -291,14 +291,15 @@ def main() -> None:
     with fake_world(WORLD):
         found = rows(options.repeats)
     print(
-        f"{'microseconds':26}{'by hand':>10}{'torch':>10}{'shoal':>10}{'shoal/hand':>12}{'bar':>6}{'torch/shoal':>13}"
+        f"{'microseconds':26}{'by hand':>10}{'torch':>10}{'shoal':>10}"
+        f"{'shoal/hand':>12}{'bar':>6}{'torch/shoal':>13}"
     )
     missed = []
     for name, best in found.items():
         ratio = best["shoal"] / best["by hand"]
         print(
-            f"{name:26}{best['by hand']:10.1f}{best['torch']:10.1f}{best['shoal']:10.1f}{ratio:12.2f}{BARS[name]:6.2f}"
-            f"{best['torch'] / best['shoal']:13.1f}"
+            f"{name:26}{best['by hand']:10.1f}{best['torch']:10.1f}{best['shoal']:10.1f}"
+            f"{ratio:12.2f}{BARS[name]:6.2f}{best['torch'] / best['shoal']:13.1f}"
         )
         if ratio > BARS[name]:
             missed.append(name)

@@ -96,7 +96,11 @@ def mode(name: str) -> AbstractContextManager[Any]:
 
 
 def optimizers(name: str, model: nn.Module) -> list[torch.optim.Optimizer]:
-    """AdamW; one for each kind of parameters where DTensors and plain tensors do not go into one foreach call."""
+    """Make the AdamW optimizers.
+
+    There is one for each kind of parameters where DTensors and plain tensors do not go into one
+    foreach call.
+    """
     if name in ("shoal", "overlapped", "invariant"):
         return [torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)]
     kinds: dict[bool, list[nn.Parameter]] = {}
@@ -150,7 +154,7 @@ def local_parameters(model: nn.Module) -> list[Tensor]:
 
 
 def saved_bytes(model: nn.Module, x: Tensor) -> int:
-    """Bytes of the distinct storages that one forward keeps for its backward, parameters left out."""
+    """Bytes of the distinct storages that a forward keeps for its backward, without parameters."""
     params = {local.untyped_storage().data_ptr() for local in local_parameters(model)}
     kept: dict[int, int] = {}
 
@@ -170,7 +174,7 @@ def saved_bytes(model: nn.Module, x: Tensor) -> int:
 
 
 def peak_bytes(work: Phases) -> int:
-    """Return the peak of a training step beyond the memory before: parameters and optimizer state."""
+    """Return a training step's peak beyond the memory before: parameters and optimizer state."""
     work["zero_grad"]()
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
@@ -188,7 +192,10 @@ def peak_bytes(work: Phases) -> int:
 
 
 def by_phase(works: dict[str, Phases], rounds: int) -> dict[str, dict[str, float]]:
-    """Milliseconds of processor time of each phase: the lower quartile over many steps, candidates in turns."""
+    """Milliseconds of processor time of each phase.
+
+    They are the lower quartile over many steps, with candidates in turns.
+    """
     taken: dict[str, dict[str, list[float]]] = {
         name: {phase: [] for phase in work} for name, work in works.items()
     }
@@ -236,7 +243,8 @@ def run(size: str, rounds: int) -> dict[str, dict[str, Any]]:
         for _ in range(3):
             for each in work.values():
                 each()
-        # The memory that the threads of gloo still hold differs from run to run: take the least of some runs.
+        # The memory that the threads of gloo still hold differs from run to run: take the least of
+        # some runs.
         found[name]["peak"] = min(peak_bytes(work) for _ in range(4))
     for name, seconds in in_turns(works, steps, rounds).items():
         found[name]["rates"] = [batch * length / each for each in seconds]
@@ -256,8 +264,8 @@ def ratio(found: dict[str, dict[str, Any]], name: str, peer: str) -> tuple[float
 def show(found: dict[str, dict[str, Any]]) -> None:
     """Two tables: rates and bytes, and phases."""
     print(
-        "  "
-        f"{'':11}{'tokens/s':>9}{'x by hand':>16}{'x torch':>16}{'saved KiB':>11}{'peak KiB':>10}{'params KiB':>12}"
+        f"  {'':11}{'tokens/s':>9}{'x by hand':>16}{'x torch':>16}"
+        f"{'saved KiB':>11}{'peak KiB':>10}{'params KiB':>12}"
     )
     for name, row in found.items():
         (best, middle), (over, median) = ratio(found, name, "by hand"), ratio(found, name, "torch")
@@ -286,7 +294,10 @@ def cases(title: str, found: dict[str, Any]) -> list[Case]:
 
 
 def main() -> None:
-    """Print every size for every number of ranks; exit with 1 if shoal is below its bar, or below torch."""
+    """Print every size for every number of ranks.
+
+    Exit with 1 if shoal is below its bar, or below torch.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=12)

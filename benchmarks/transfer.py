@@ -1,10 +1,12 @@
-"""Seconds and peak memory of one transfer of weights, beside gather-and-broadcast and a loop over full_tensor.
+"""Seconds and peak memory of one transfer of weights.
 
-Run: ``python benchmarks/transfer.py [MEGABYTES]``, 512 by default, on four gloo ranks. Two ranks train
-(sharded over rows) and two serve (sharded over columns). With ``--deltas`` it prints the bytes of ten
-steps of AdamW at a learning rate of 1e-6 in bfloat16. With ``--overlap [MEGABYTES]``, 128 by default,
-it prints the seconds of a training step without a transfer, with `run` after it, and with `start` after
-it, whose sends go on beside the next forward and backward.
+Its rivals are gather-and-broadcast and a loop over full_tensor.
+
+Run: ``python benchmarks/transfer.py [MEGABYTES]``, 512 by default, on four gloo ranks. Two ranks
+train (sharded over rows) and two serve (sharded over columns). With ``--deltas`` it prints the
+bytes of ten steps of AdamW at a learning rate of 1e-6 in bfloat16. With ``--overlap [MEGABYTES]``,
+128 by default, it prints the seconds of a training step without a transfer, with `run` after it,
+and with `start` after it, whose sends go on beside the next forward and backward.
 """
 
 from __future__ import annotations
@@ -197,7 +199,8 @@ def print_overlap(megabytes: int) -> None:
     for way in ("none", "run", "start"):
         found = launch(seconds_of_steps, 4, way, megabytes)
         print(
-            f"{way}: {max(found[:2]):.2f} s a step on the trainer, {max(found[2:]):.2f} s on the server"
+            f"{way}: {max(found[:2]):.2f} s a step on the trainer, {max(found[2:]):.2f} s on the "
+            "server"
         )
 
 

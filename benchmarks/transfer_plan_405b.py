@@ -1,4 +1,6 @@
-"""Seconds and memory of a plan for a 405B model from 1,024 to 256 ranks, made and proven on one core.
+"""Seconds and memory of a plan for a 405B model from 1,024 to 256 ranks, on one core.
+
+The plan is made and proven.
 
 Run: ``python benchmarks/transfer_plan_405b.py``. The trainer shards by FSDP over 128
 ranks and by tensor parallelism over 8; the server has 32 replicas of tensor parallelism over 8,
@@ -119,7 +121,8 @@ def main() -> None:
     explained = time.perf_counter()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(
-        f"manifests and mapping {described - begin:.1f} s, plan and proof {planned - described:.1f} s,"
+        f"manifests and mapping {described - begin:.1f} s, plan and proof "
+        f"{planned - described:.1f} s,"
     )
     print(f"explain {explained - planned:.1f} s; peak memory {peak:.2f} GB")
 

@@ -1,9 +1,9 @@
 """Seconds and memory to check the types of one step of Llama 405B, written as plain SPMD code.
 
-Run: ``python benchmarks/types_405b.py``. 126 layers of width 16,384 on an abstract mesh of 1,024 data
-ranks times 8 tensor-parallel ranks, forward and loss, then the backward, on tensors without memory, in
-one process with one thread. Global mode checks that every shard stays a shard of a global tensor; local
-mode checks R, I, V and P only.
+Run: ``python benchmarks/types_405b.py``. 126 layers of width 16,384 on an abstract mesh of 1,024
+data ranks times 8 tensor-parallel ranks, forward and loss, then the backward, on tensors without
+memory, in one process with one thread. Global mode checks that every shard stays a shard of a
+global tensor; local mode checks R, I, V and P only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A whole training step: forward, loss, backward, clipping and AdamW, by hand, eager, compiled and under JAX's jit.
+"""A whole training step: forward, loss, backward, clipping and AdamW.
+
+It runs by hand, eager, compiled and under JAX's jit.
 
     python benchmarks/whole_step.py [--ranks 2] [--rounds 12] [--act gelu]
 
@@ -197,7 +199,10 @@ def run(size: str, rounds: int, act: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """One row for each size; exit with 1 where compiled is over twice JAX's time (small) or over eager's (large)."""
+    """One row for each size.
+
+    Exit with 1 where compiled is over twice JAX's time (small) or over eager's (large).
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=12)
