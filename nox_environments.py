@@ -2,9 +2,9 @@
 
 torch takes about 25 seconds and a gigabyte per environment, so third-party packages are installed
 once, into `.nox/third-party`, which never holds a layer of shoal. The environment of a session adds
-that folder to its path and installs only the layer under check and the layers below it, so an upward
-import cannot work. `install_declared` links single packages of that folder instead: the session sees
-only the dependencies that the layer declares.
+that folder to its path and installs only the layer under check and the layers below it, so an
+upward import cannot work. `install_declared` links single packages of that folder instead: the
+session sees only the dependencies that the layer declares.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def own_site_packages(session: nox.Session) -> Path:
 def third_party(session: nox.Session, *groups: str) -> Path:
     """Return the site-packages folder shared by all sessions, with these dependency groups in it.
 
-    A group is installed when a session first asks for it. The rest of an interrupted installation is
-    removed and installed again. Another Python or other constraints make a new folder.
+    A group is installed when a session first asks for it. The rest of an interrupted installation
+    is removed and installed again. Another Python or other constraints make a new folder.
     """
     home = ROOT / ".nox" / "third-party"
     record = home / "installed.json"

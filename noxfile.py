@@ -1,4 +1,6 @@
-"""Checks of the repository: `nox` runs the sessions of CHECKS, two at a time; `nox --list` lists all sessions.
+"""Checks of the repository: `nox` runs the sessions of CHECKS, two at a time.
+
+`nox --list` lists all sessions.
 
 Each session has an environment with the layer under check, the layers below it, and third-party
 packages that are installed once (nox_environments.py). `wheel(<package>)` starts from nothing.
@@ -84,9 +86,10 @@ def pytest(session: nox.Session, *args: str, env: Mapping[str, str | None] = RAN
 
 @nox.session(venv_backend="none")
 def checks(session: nox.Session) -> None:
-    """Run every session of CHECKS, two at a time: ranks leave one of two cores idle for half of the time.
+    """Run every session of CHECKS, two at a time: ranks leave one of two cores idle half the time.
 
-    The output of a session is shown when the session has ended. A session that fails does not stop the others.
+    The output of a session is shown when the session has ended. A session that fails does not stop
+    the others.
     """
 
     def run(name: str) -> subprocess.CompletedProcess[str]:
@@ -118,7 +121,7 @@ def checks(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check format, style, words, imports of folders, the map of folders, statements; print the density."""
+    """Check format, style, words, imports and map of folders, statements; print the density."""
     install(session)
     session.run("python", "-m", "ruff", "format", "--check", ".")
     session.run("python", "-m", "ruff", "check", ".")
@@ -170,7 +173,10 @@ def test(session: nox.Session, package: str) -> None:
 
 @nox.session
 def integration(session: nox.Session) -> None:
-    """Test several layers together: isolation, vendoring, snippets of README and documentation, the example."""
+    """Test several layers together.
+
+    It tests isolation, vendoring, snippets of README and documentation, and the example.
+    """
     install(session, *STACK)
     # Tests import each other by their folder's name, examples as the scripts that they are.
     bases = "--explicit-package-bases"
@@ -184,7 +190,10 @@ def integration(session: nox.Session) -> None:
 
 @nox.session
 def device(session: nox.Session) -> None:
-    """Run main programs and tests for GPUs on a simulated device; `-- --table` writes docs/device_stalls.md."""
+    """Run main programs and tests for GPUs on a simulated device.
+
+    `-- --table` writes docs/device_stalls.md.
+    """
     install(session, *STACK)
     path = os.pathsep.join(map(str, (ROOT, ROOT / "integration_tests" / "device" / "autoload")))
     env = {**RANKS_ENV, "PYTHONPATH": path}
@@ -228,14 +237,20 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """Train a small Llama on a 2x2 mesh of local ranks and on one process, and compare; results in out/demo."""
+    """Train a small Llama on a 2x2 mesh of local ranks and on one process, and compare.
+
+    The results are in out/demo.
+    """
     install(session, *STACK, groups=("runtime", "build", "demo"))
     session.run("python", "examples/llama/train_llama.py", *session.posargs, env=RANKS_ENV)
 
 
 @nox.session
 def packages(session: nox.Session) -> None:
-    """Build all packages, check their metadata, install the wheels with declared dependencies only, import each."""
+    """Build all packages, check their metadata, install the wheels and import each.
+
+    Only declared dependencies are installed.
+    """
     install(session)
     dist = build(session, *STACK, "shoal")
     session.run("python", "-m", "twine", "check", "--strict", *map(str, sorted(dist.iterdir())))
@@ -253,7 +268,10 @@ def packages(session: nox.Session) -> None:
 @nox.session(reuse_venv=False)
 @nox.parametrize("package", STACK, ids=STACK)
 def wheel(session: nox.Session, package: str) -> None:
-    """Install a wheel and its declared dependencies in an empty environment, run the tests of its sdist."""
+    """Install a wheel and its declared dependencies in an empty environment.
+
+    The tests of its sdist run there.
+    """
     session.install("-c", "constraints.txt", "hatchling")
     dist = build(session, *closure(package))
     (sdist,) = dist.glob(f"{import_name(package)}-*.tar.gz")
@@ -269,7 +287,10 @@ def wheel(session: nox.Session, package: str) -> None:
 
 @nox.session
 def lock(session: nox.Session) -> None:
-    """Resolve all dependency groups and write constraints.txt; with `-- --upgrade` all but torch may move."""
+    """Resolve all dependency groups and write constraints.txt.
+
+    With `-- --upgrade` all but torch may move.
+    """
     target = ROOT / "constraints.txt"
     kept = [line for line in target.read_text().splitlines() if line.startswith(("#", "torch=="))]
     report = Path(session.create_tmp()).resolve() / "report.json"
@@ -299,7 +320,10 @@ def lock(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("package", STACK, ids=STACK)
 def vendor(session: nox.Session, package: str) -> None:
-    """Copy a layer and the layers below into a package, rewrite one import prefix, run the layer's tests there."""
+    """Copy a layer and the layers below into a package, and rewrite one import prefix.
+
+    The layer's tests run there.
+    """
     # no layer of shoal is installed: only the vendored copy can be imported
     install(session)
     pytest(
@@ -323,7 +347,10 @@ def slow(session: nox.Session) -> None:
 
 @nox.session
 def hugging_face(session: nox.Session) -> None:
-    """Run the tests with peft, accelerate, Lightning and torchao, which no other session installs."""
+    """Run the tests with peft, accelerate, Lightning and torchao.
+
+    No other session installs these packages.
+    """
     install(session, *STACK)
     session.install(
         "--no-deps",
@@ -351,7 +378,10 @@ def hugging_face(session: nox.Session) -> None:
 
 @nox.session
 def torchtitan(session: nox.Session) -> None:
-    """Compare trainers of torchtitan 0.2 and 0.3, and 0.2's unchanged in the lab, with one process."""
+    """Compare trainers of torchtitan 0.2 and 0.3 with one process.
+
+    The trainer of 0.2 also runs unchanged in the lab.
+    """
     install(session, *STACK)
     # imported by torchtitan
     session.install("datasets", "tyro", "tensorboard", "einops", "pillow", "tomli")
@@ -372,7 +402,10 @@ def torchtitan(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
-    """Run the tests that need a CUDA device, with the torch of the Python that runs nox; install nothing."""
+    """Run the tests that need a CUDA device; install nothing.
+
+    torch is the one of the Python that runs nox.
+    """
     path = os.pathsep.join(str(ROOT / "packages" / package / "src") for package in STACK)
     tests = ("-m", "gpu", *(f"packages/{package}/tests" for package in STACK))
     session.run(
@@ -387,7 +420,10 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Run all benchmarks, or the benchmarks named after `--`; write reports to out/bench, print one table."""
+    """Run all benchmarks, or the benchmarks named after `--`.
+
+    Reports are written to out/bench, and one table is printed.
+    """
     install(session, *STACK)
     session.install("--no-deps", *BESIDE_HF, "torchtitan==0.2.2")  # rivals
     named = [arg for arg in session.posargs if not arg.startswith("-")]
@@ -408,7 +444,7 @@ def bench(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("package", STACK, ids=STACK)
 def coverage(session: nox.Session, package: str) -> None:
-    """Measure the line coverage of one package by its own tests, including the ranks of the pool."""
+    """Measure the line coverage of a package by its own tests, including the ranks of the pool."""
     install(session, package)
     # Ranks are measured by a hook at interpreter start; coverage's own is in the shared folder,
     # where none is run.
@@ -427,14 +463,20 @@ def coverage(session: nox.Session, package: str) -> None:
 
 @nox.session
 def op_sweep(session: nox.Session) -> None:
-    """Compare every operator of torch's database on 4 ranks with one device; write docs/op_coverage.md."""
+    """Compare every operator of torch's database on 4 ranks with one device.
+
+    The page docs/op_coverage.md is written.
+    """
     install(session, *STACK)
     session.run("python", "-m", "integration_tests.op_sweep", *session.posargs, env=RANKS_ENV)
 
 
 @nox.session
 def module_sweep(session: nox.Session) -> None:
-    """Compare every module and optimizer of torch's databases on 4 ranks; write docs/module_coverage.md."""
+    """Compare every module and optimizer of torch's databases on 4 ranks.
+
+    The page docs/module_coverage.md is written.
+    """
     install(session, *STACK)
     support = str(ROOT / "packages" / "dtensor" / "tests" / "support")
     session.run(
@@ -448,7 +490,10 @@ def module_sweep(session: nox.Session) -> None:
 
 @nox.session
 def architecture_sweep(session: nox.Session) -> None:
-    """Compare architectures of transformers, by their own and by automatic plans; write docs/architectures.md."""
+    """Compare architectures of transformers, by their own and by automatic plans.
+
+    The page docs/architectures.md is written.
+    """
     install(session, *STACK)
     support = str(ROOT / "packages" / "dtensor" / "tests" / "support")
     args = ("-m", "integration_tests.architecture_sweep", *session.posargs)
