@@ -50,7 +50,7 @@ class Job:
         return math.prod(self.mesh)
 
     def tokens(self, step: int) -> Tensor:
-        """Return the global batch of a step, (batch, seq + 1): the same on every rank and every mesh."""
+        """Return the global batch of a step, (batch, seq + 1): the same on all ranks and meshes."""
         draw = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
         starts = torch.randint(len(self.corpus) - self.seq, (self.batch,), generator=draw)
         return (
@@ -97,8 +97,8 @@ def read_job(argv: list[str] | None = None) -> Job:
     data, tensor = asked.mesh
     device = "cuda" if torch.cuda.device_count() >= data * tensor else "cpu"
     return Job(
-        config, corpus, asked.mesh, device, asked.steps, asked.batch, asked.seq, asked.lr, asked.seed, asked.out,
-        asked.resume, getattr(torch, asked.dtype), asked.fsdp,
+        config, corpus, asked.mesh, device, asked.steps, asked.batch, asked.seq, asked.lr,
+        asked.seed, asked.out, asked.resume, getattr(torch, asked.dtype), asked.fsdp,
     )  # fmt: skip
 
 
@@ -120,7 +120,10 @@ def check_mesh(asked: argparse.Namespace) -> None:
 
 
 def read_corpus(path: Path) -> Tensor:
-    """Read the first bytes of a file, or of all text files in a folder in order of name; (bytes,) uint8."""
+    """Read the first bytes of a file, or of all text files in a folder in order of name.
+
+    The result is (bytes,) uint8.
+    """
     if not path.exists():
         raise JobError(f"there are no data at {path}")
     files = (

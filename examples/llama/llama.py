@@ -1,4 +1,6 @@
-"""A Llama-style language model in plain PyTorch: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU.
+"""A Llama-style language model in plain PyTorch.
+
+It has RMSNorm, rotary embeddings, grouped-query attention and SwiGLU.
 
 The file does not mention ranks. Two habits make the model easy to parallelize: every projection is
 its own `nn.Linear`, and the number of heads follows from the activations (`-1`) instead of the
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
-    """Sizes of the model, checked at construction, so that a bad combination never reaches a rank."""
+    """Sizes of the model, checked at construction, so that bad combinations never reach a rank."""
 
     dim: int = 256
     layers: int = 4
@@ -88,7 +90,10 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each normalised before, with dropout after, added to the residual stream."""
+    """Attention and feed-forward, added to the residual stream.
+
+    Each is normalised before, with dropout after.
+    """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -136,13 +141,16 @@ class Llama(nn.Module):
 
 
 def rotary_table(positions: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines (S, E) of the rotation of each position and each pair of features."""
+    """Return cosines and sines (S, E) of the rotation of each position and pair of features."""
     frequency = 10000.0 ** (-torch.arange(0, width, 2) / width)
     angle = torch.outer(torch.arange(positions), frequency).repeat(1, 2)
     return angle.cos(), angle.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair of features (first half with second half) by its position's angle; (B, heads, S, E)."""
+    """Rotate pairs of features (first half with second half) by a position's angle.
+
+    The tensor is (B, heads, S, E).
+    """
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin

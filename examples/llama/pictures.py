@@ -1,4 +1,4 @@
-"""The two pictures of the example: the loss curves, and the placement of each parameter on the mesh."""
+"""The example's two pictures: the loss curves, and each parameter's placement on the mesh."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ def draw_losses(path: Path, curves: Mapping[str, Sequence[float]], start: int) -
 
 
 def draw_layout(path: Path, weights: Mapping[str, Tensor], mesh: tuple[int, int]) -> None:
-    """Draw each parameter as a rectangle, divided into its shards along "tensor", with the ranks of each shard."""
+    """Draw each parameter as a rectangle, divided into its shards along "tensor".
+
+    Each shard is labeled with its ranks.
+    """
     parameters = {name: weight for name, weight in weights.items() if isinstance(weight, DTensor)}
     blocks = [name for name in parameters if re.match(r"blocks\.[1-9]", name)]
     # all blocks have the layout of the first one

@@ -1,9 +1,14 @@
-"""Train a small Llama on a mesh of ranks, data-parallel by tensor-parallel, and check it against one process.
+"""Train a small Llama on a mesh of ranks and check it against one process.
 
-    python examples/llama/train_llama.py                                   # 4 local ranks, a 2x2 mesh
+The mesh is data-parallel by tensor-parallel.
+
+    # 4 local ranks, a 2x2 mesh
+    python examples/llama/train_llama.py
     python examples/llama/train_llama.py --mesh 1x4 --data corpus.txt --steps 300
-    python examples/llama/train_llama.py --fsdp                            # weights sharded over both axes
-    torchrun --nproc-per-node 4 examples/llama/train_llama.py              # on the ranks that torchrun started
+    # weights sharded over both axes
+    python examples/llama/train_llama.py --fsdp
+    # on the ranks that torchrun started
+    torchrun --nproc-per-node 4 examples/llama/train_llama.py
 
 The text is the source of Python's standard library, byte by byte. `parallelize`, `over_data` and
 `Trainer` contain all code for parallel training. The model (llama.py) is an ordinary module, and
@@ -52,7 +57,10 @@ WEIGHT_TOLERANCE = {torch.float32: 1e-2, torch.float64: 1e-8}
 
 
 def parallelize(model: Llama, mesh: DeviceMesh) -> Llama:
-    """Shard the weights along the axis "tensor"; between attention and feed-forward, shard the sequence along it."""
+    """Shard the weights along the axis "tensor".
+
+    Between attention and feed-forward, shard the sequence along it.
+    """
     split, whole = Shard(1), Replicate()
     plan: dict[str, ParallelStyle] = {
         # rows of the vocabulary
@@ -77,7 +85,10 @@ def parallelize(model: Llama, mesh: DeviceMesh) -> Llama:
 
 
 def over_data(model: Llama, mesh: DeviceMesh, fsdp: bool) -> Llama:
-    """Average gradients over the axis "data"; with `fsdp`, shard the weights along it too, block by block."""
+    """Average gradients over the axis "data".
+
+    With `fsdp`, shard the weights along it too, block by block.
+    """
     if not fsdp:
         replicate(model, mesh["data"])
         return model
@@ -87,7 +98,10 @@ def over_data(model: Llama, mesh: DeviceMesh, fsdp: bool) -> Llama:
 
 
 class Trainer:
-    """A model, its optimizer and the progress of the run: on a mesh, or with `mesh=None` on one process."""
+    """A model, its optimizer and the progress of the run.
+
+    They are on a mesh, or with `mesh=None` on one process.
+    """
 
     def __init__(self, job: Job, mesh: DeviceMesh | None) -> None:
         # the same seed on every rank: the program then draws the numbers of one process
@@ -146,14 +160,14 @@ class Trainer:
         return speed
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the run. DTensors are saved as shards, and load onto any other mesh."""
+        """Return the state of the run. DTensors are saved as shards, and load onto other meshes."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         random = (torch.cuda if self.job.device == "cuda" else torch).get_rng_state()
         step = torch.tensor(self.start + len(self.losses))
         return {"model": model, "optimizer": optimizer, "step": step, "random": random}
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint beside the old one, then swap them: after a crash one of them is complete."""
+        """Write a checkpoint beside the old one, then swap them: after a crash one is complete."""
         fresh = path.with_suffix(".new")
         dcp.save(self.state(), checkpoint_id=fresh)
         if is_first_rank():
@@ -176,7 +190,7 @@ class Trainer:
 
 
 def train(job: Job) -> bool:
-    """Train, resume from the checkpoint, compare with one process; return whether all results agree."""
+    """Train, resume from the checkpoint, compare with one process; return whether results agree."""
     mesh = init_device_mesh(job.device, job.mesh, mesh_dim_names=("data", "tensor"))
     trainer = Trainer(job, mesh)
     if job.resume:
@@ -216,7 +230,8 @@ def compare(job: Job, trainer: Trainer, weights: dict[str, Tensor], speed: float
     moved = norm(alone.weights[name] - before[name] for name in before)
     weight_gap = norm(alone.weights[name] - weights[name] for name in before) / moved
     print(
-        f"{'':12}{'tokens/s':>10}{'last loss':>11}{'parameters, bytes/rank':>25}{'optimizer, bytes/rank':>24}"
+        f"{'':12}{'tokens/s':>10}{'last loss':>11}"
+        f"{'parameters, bytes/rank':>25}{'optimizer, bytes/rank':>24}"
     )
     for title, run, tokens in (
         (f"{job.ranks} ranks", trainer, speed),
