@@ -101,7 +101,7 @@ html_show_sourcelink = False
 def leaves_out(
     _app: object, what: str, name: str, member: Any, skip: bool, options: object
 ) -> bool | None:
-    """Descriptors that only torch calls, and aliases of private classes, are no part of the reference."""
+    """Leave out descriptors that only torch calls, and aliases of private classes."""
     internal = name in INTERNAL or type(member).__name__ == "_ClassNamespace"
     return True if internal else None
 
@@ -128,7 +128,7 @@ def leaves_contract_out(
 
 
 def keeps_aliases_home(_app: object, module: str, name: str) -> str | None:
-    """An alias such as `dict[str, int]` says that it is of `builtins`, which has no page of sources."""
+    """An alias such as `dict[str, int]` claims to be of `builtins`, which has no source page."""
     value = getattr(import_module(module), name, None)
     return module if getattr(value, "__module__", "") == "builtins" else None
 
@@ -141,7 +141,10 @@ BACKLINK = re.compile(r'(reference/shoal_\w+(?:/[\w-]+)?)\.html#(shoal_[\w.]+)"'
 def mends_backlinks(
     app: Any, page: str, _template: str, context: dict[str, Any], _tree: object
 ) -> None:
-    """Links from source to entries: viewcode knows one namespace of a module, and entries may be in several."""
+    """Links from source to entries.
+
+    Viewcode knows one namespace of a module, and entries may be in several.
+    """
     documented = app.env.get_domain("py").objects
 
     def anchor(link: re.Match[str]) -> str:
@@ -190,7 +193,7 @@ def describes_page(app: Any, page: str, _template: str, context: dict[str, Any],
 
 
 def first_paragraph(tree: Any) -> str:
-    """Return the first sentences of a page, at most 160 characters; empty for a page without text."""
+    """Return a page's first sentences, at most 160 characters; empty for a page without text."""
     if tree is None:
         return ""
     for paragraph in tree.findall(nodes.paragraph):
@@ -205,7 +208,10 @@ RANKS = re.compile(r"^<!-- ranks: (\d+) -->$", re.MULTILINE)
 
 
 def says_how_to_run(_app: object, page: str, source: list[str]) -> None:
-    """Tell readers of a guide how to start it; a page that calls `launch` starts its ranks itself."""
+    """Tell readers of a guide how to start it.
+
+    A page that calls `launch` starts its ranks itself.
+    """
     ranks = RANKS.search(source[0])
     guide = page.startswith(("how-to/", "concepts/"))
     if not guide or ranks is None or "print(launch(main" in source[0]:

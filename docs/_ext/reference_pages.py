@@ -1,10 +1,13 @@
-"""Sphinx extension that gives each public class and function a page, and each package a table of its names.
+"""Sphinx extension that gives each public class and function a page.
 
-The pages of packages, `reference/shoal_*.md`, list names as `autoclass` and `autofunction` directives.
-Before Sphinx reads them, this extension writes a page for each name into `reference/shoal_*/`, which
-git ignores, and replaces the directives by a table of names and summaries. The pages of names are in
-reStructuredText: MyST pickles 1.5 MB with each page that has an `eval-rst` block. Errors, and the members of
-modules that a page documents as a whole (`automodule`), stay on the page of the package.
+Each package gets a table of its names.
+
+The pages of packages, `reference/shoal_*.md`, list names as `autoclass` and `autofunction`
+directives. Before Sphinx reads them, this extension writes a page for each name into
+`reference/shoal_*/`, which git ignores, and replaces the directives by a table of names and
+summaries. The pages of names are in reStructuredText: MyST pickles 1.5 MB with each page that has
+an `eval-rst` block. Errors, and the members of modules that a page documents as a whole
+(`automodule`), stay on the page of the package.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ class Entry:
 
     @property
     def page(self) -> str:
-        """Name of the page's file; a class and a function may differ in case alone, files may not."""
+        """Name of the page's file; a class and a function may differ in case alone, files not."""
         return f"{self.name}-function" if self.is_lower_case_of_a_class() else self.name
 
     def is_lower_case_of_a_class(self) -> bool:
@@ -65,7 +68,8 @@ class Entry:
     @property
     def row(self) -> str:
         """Row of the package's table."""
-        return f"| [`{self.name}`]({self.package}/{self.page}.rst) | {summary(self.space, self.name)} |"
+        link = f"[`{self.name}`]({self.package}/{self.page}.rst)"
+        return f"| {link} | {summary(self.space, self.name)} |"
 
 
 def summary(space: str, name: str) -> str:
@@ -105,7 +109,7 @@ def with_tables(package: str, text: str) -> str:
 
 
 def write_pages(app: Any) -> None:
-    """Write the page of each name, if its text has changed, and remove pages of names that are gone."""
+    """Write the page of each name if its text has changed; remove pages of names that are gone."""
     for page in sorted(Path(app.srcdir).glob(f"{PAGES}*.md")):
         folder = page.with_suffix("")
         blocks = BLOCK.findall(page.read_text())

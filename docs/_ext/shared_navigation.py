@@ -1,4 +1,4 @@
-"""Sphinx extension that resolves the navigation of pages outside of the contents once for each folder.
+"""Sphinx extension that resolves navigation outside of the contents once for each folder.
 
 Furo shows the whole tree of contents beside each page, and Sphinx resolves it again for each of 600
 pages, which took most of a build. Pages of names and of sources are not in the tree: no entry is
