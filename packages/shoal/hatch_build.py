@@ -1,8 +1,8 @@
 """Dependencies of the package `shoal`: every layer, from the folders beside it or by version.
 
 In a clone the layers are the folders beside this one, so that `pip install ./packages/shoal` needs
-no package index. A build for an index sets SHOAL_PINS=1; then, and in an sdist, which has no folders
-beside it, the layers are pinned as they pin each other.
+no package index. A build for an index sets SHOAL_PINS=1; then, and in an sdist, which has no
+folders beside it, the layers are pinned as they pin each other.
 """
 
 from __future__ import annotations
