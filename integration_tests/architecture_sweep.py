@@ -1,7 +1,9 @@
-"""Sweep over architectures of transformers by their own and by automatic plans, against one process and the library.
+"""Sweep over architectures of transformers, against one process and the library.
 
-python -m integration_tests.architecture_sweep                  # all of it; writes docs/architectures.md
-python -m integration_tests.architecture_sweep --only llama     # architectures whose name contains it
+The models are run by their own and by automatic plans.
+
+python -m integration_tests.architecture_sweep                # all; writes docs/architectures.md
+python -m integration_tests.architecture_sweep --only llama   # architectures with this in the name
 """
 
 from __future__ import annotations
@@ -141,10 +143,14 @@ def page(outcomes: dict[Case, Outcome]) -> str:
 
 
 def _commit() -> str:
-    """The commit of the sources, `-dirty` where they have changed since; the page itself changes all the time."""
+    """The commit of the sources, `-dirty` where they have changed since.
+
+    The page itself changes all the time.
+    """
     run = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True, check=True)
     changed = run(["git", "status", "--porcelain", "--", "packages", "integration_tests"]).stdout
-    return f"{run(['git', 'rev-parse', '--short', 'HEAD']).stdout.strip()}{'-dirty' if changed else ''}"
+    commit = run(["git", "rev-parse", "--short", "HEAD"]).stdout.strip()
+    return f"{commit}{'-dirty' if changed else ''}"
 
 
 def _total(outcomes: dict[Case, Outcome], plan: str) -> str:

@@ -1,4 +1,4 @@
-"""Architectures of transformers in tiny configurations, and their results under a plan on real ranks."""
+"""Tiny architectures of transformers, and their results under a plan on real ranks."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ from shoal_tp_styles import (
 __all__ = ["ARCHITECTURES", "Case", "build", "inputs_of", "verdict"]
 
 CAUSAL = """
-    apertus arcee biogpt bitnet bloom codegen cohere cohere2 ctrl diffllama ernie4_5 exaone4 falcon gemma
-    gemma2 gemma3_text glm glm4 gpt2 gpt_bigcode gpt_neox gptj granite helium hunyuan_v1_dense jetmoe lfm2 llama
-    llama4_text mamba mistral mixtral mpt nemotron olmo olmo2 olmoe openai-gpt opt persimmon phi phi3 qwen2 qwen2_moe
-    qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2
-    afmoe bailing_hybrid deepseek_v2 deepseek_v3 dots1 ernie4_5_moe exaone_moe falcon_h1 falcon_mamba flex_olmo
-    gemma3n_text glm4_moe glm4_moe_lite gpt_neo gpt_oss granitemoe granitemoehybrid jamba kimi_linear laguna lfm2_moe
-    longcat_flash mamba2 mimo_v2_flash minicpm3 minimax ministral modernbert-decoder nanochat nemotron_h olmo_hybrid
-    phimoe qwen3_5_text qwen3_next recurrent_gemma vaultgemma zamba2
+    apertus arcee biogpt bitnet bloom codegen cohere cohere2 ctrl diffllama ernie4_5 exaone4 falcon
+    gemma gemma2 gemma3_text glm glm4 gpt2 gpt_bigcode gpt_neox gptj granite helium hunyuan_v1_dense
+    jetmoe lfm2 llama llama4_text mamba mistral mixtral mpt nemotron olmo olmo2 olmoe openai-gpt opt
+    persimmon phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2
+    afmoe bailing_hybrid deepseek_v2 deepseek_v3 dots1 ernie4_5_moe exaone_moe falcon_h1
+    falcon_mamba flex_olmo gemma3n_text glm4_moe glm4_moe_lite gpt_neo gpt_oss granitemoe
+    granitemoehybrid jamba kimi_linear laguna lfm2_moe longcat_flash mamba2 mimo_v2_flash minicpm3
+    minimax ministral modernbert-decoder nanochat nemotron_h olmo_hybrid phimoe qwen3_5_text
+    qwen3_next recurrent_gemma vaultgemma zamba2
 """
 MASKED = """
-    albert bert camembert deberta-v2 distilbert electra ernie esm modernbert mpnet nystromformer roberta roformer
+    albert bert camembert deberta-v2 distilbert electra ernie esm modernbert mpnet nystromformer
+    roberta roformer
 """
 SEQUENCE_TO_SEQUENCE = (
     "bart blenderbot longt5 m2m_100 marian mbart mt5 pegasus plbart switch_transformers t5 umt5"
@@ -251,7 +253,7 @@ def inputs_of(name: str, batch: int, length: int) -> dict[str, Tensor]:
 
 
 def verdict(case: Case) -> str:
-    """One rank's part: `right: SHARE`, its share of the bytes of all parameters, else what happened.
+    """One rank's part: `right: SHARE`, its share of the bytes of parameters, else what happened.
 
     Right: logits, loss, all gradients, and the tokens of greedy decoding are those of one process.
     """
@@ -305,12 +307,15 @@ def _by_transformers(module: Any, shape: tuple[int, int]) -> None:
 
 @cache
 def _mesh(make: Any, shape: tuple[int, int]) -> Any:
-    """One mesh of a shape for all cases: every gloo group has threads that poll for as long as it lives."""
+    """One mesh of a shape for all cases: every gloo group has threads that poll while it lives."""
     return make("cpu", shape, mesh_dim_names=("dp", "tp"))
 
 
 def _greedy(name: str, model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Some tokens, each the most likely one; of a model that does not generate, the most likely at each place."""
+    """Some tokens, each the most likely one.
+
+    For a model that does not generate, they are the most likely at each place.
+    """
     prompt = {key: value for key, value in inputs.items() if key != "labels"}
     with torch.no_grad():
         if ARCHITECTURES[name] == "AutoModelForMaskedLM":

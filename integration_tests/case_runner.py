@@ -1,4 +1,6 @@
-"""Runner of many cases on the ranks of a pool, in step; a case that hangs or ends a rank does not affect other cases.
+"""Runner of many cases on the ranks of a pool, in step.
+
+A case that hangs or ends a rank does not affect other cases.
 
 A case is a picklable value; a verdict is one rank's text about it: empty if right, else `kind:
 ...`.

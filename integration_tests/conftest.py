@@ -18,7 +18,7 @@ sys.path.append(str(ROOT / "examples" / "llama"))  # the Llama
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One package: its folder, its import name, and the import names of the layers below, bottom to top."""
+    """One package: its folder, its import name, and those of the layers below, bottom to top."""
 
     folder: str
     name: str

@@ -1,4 +1,6 @@
-"""Training that continues while ranks are killed: survivors keep their processes, newcomers join them.
+"""Training that continues while ranks are killed.
+
+Survivors keep their processes, newcomers join them.
 
     python integration_tests/elastic.py [--steps N] [--kills N] [--data WAY] [--torchrun] [--minutes
     M] [--plot FILE]
@@ -59,7 +61,7 @@ WAYS: dict[str, Any] = {"replicate": replicate, "fully_shard": fully_shard}
 
 @dataclass(frozen=True)
 class Kill:
-    """In which step a rank kills itself, at which moment of it, and which rank, modulo the size of the world."""
+    """In which step and at which moment a rank kills itself, and which rank (modulo the world)."""
 
     step: int
     moment: str
@@ -228,7 +230,7 @@ def in_pool(job: Job) -> None:
 
 
 def under_torchrun(job: Job) -> None:
-    """One process with an agent of its own, which starts it again after each of its ends but the last."""
+    """One process with an agent of its own, which starts it again after each end but the last."""
     path = Path(job.folder, "job.json")
     path.write_text(json.dumps(asdict(job)))
     agent = [
@@ -359,7 +361,8 @@ def plot(points: list[tuple[float, ...]], path: Path) -> None:
             f"{10 + 580 * (at[0] - points[0][0]) / span:.1f},{top + 85 - 60 * value / low:.1f}"
             for at, value in zip(points, values, strict=True)
         )
-        said = f"{title}: first {values[0]:g}, last {values[-1]:g}, most {max(values):g}, in {span / 60:.1f} minutes"
+        extremes = f"first {values[0]:g}, last {values[-1]:g}, most {max(values):g}"
+        said = f"{title}: {extremes}, in {span / 60:.1f} minutes"
         parts.append(f'<text x="10" y="{top + 18}">{said}</text><polyline points="{line}"/>')
         print(said)
     # ink that is readable on white and on the dark scheme's background

@@ -1,7 +1,8 @@
 """Loaders of SGLang, run as they are, recorded and compared with a direct load of the same files.
 
 pip download --no-deps sglang==0.5.23 && python -m zipfile -e sglang-*.whl /tmp/sglang
-pip install --no-deps --target /tmp/sglang msgspec orjson pybase64 starlette fastapi pydantic dill einops
+pip install --no-deps --target /tmp/sglang msgspec orjson pybase64 starlette fastapi pydantic
+dill einops
 python -m integration_tests.engine_loaders /tmp/sglang              # all architectures
 python -m integration_tests.engine_loaders /tmp/sglang qwen3_moe    # some
 

@@ -283,20 +283,27 @@ def row(transport: str, name: str, culprit: int) -> str:
         if seen
         else "the ranks ended"
     )
-    return f"| rank {culprit} {name} | {transport} | {len(seen)} of 2 | {errors} | {seconds:.1f} | {named} | {text} |"
+    seen_by = f"{len(seen)} of 2"
+    figures = f"{seen_by} | {errors} | {seconds:.1f} | {named} | {text}"
+    return f"| rank {culprit} {name} | {transport} | {figures} |"
 
 
+COLUMNS = (
+    "| fault | transport | ranks that raised | error | after seconds | named "
+    "| message of the first rank |"
+)
 HEAD = f"""# Faults
 
-Errors on the other ranks when one of three ranks fails. The timeout of the process group is {TIMEOUT:g}
-seconds. The failed ranks are in `error.ranks`, or in the text of the error. The transport `gloo` is used
-between hosts, or with `SHOAL_SHARED_MEMORY=0`. If a message has another length than expected, gloo aborts the
-receiving process in one of its threads; the other ranks name that process, and list the collective that each of
-them had started. Only `lockstep()` detects the difference before anything is sent.
+Errors on the other ranks when one of three ranks fails. The timeout of the process group is
+{TIMEOUT:g} seconds. The failed ranks are in `error.ranks`, or in the text of the error. The
+transport `gloo` is used between hosts, or with `SHOAL_SHARED_MEMORY=0`. If a message has another
+length than expected, gloo aborts the receiving process in one of its threads; the other ranks name
+that process, and list the collective that each of them had started. Only `lockstep()` detects the
+difference before anything is sent.
 
 This page is generated: `python integration_tests/fault_table.py`.
 
-| fault | transport | ranks that raised | error | after seconds | named | message of the first rank |
+{COLUMNS}
 |---|---|---|---|---|---|---|
 """
 

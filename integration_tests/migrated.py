@@ -1,4 +1,6 @@
-"""`python -m integration_tests.migrated FOLDER PROGRAM [ARGUMENT ...]`: a program before and after its migration.
+"""A program before and after its migration.
+
+    python -m integration_tests.migrated FOLDER PROGRAM [ARGUMENT ...]
 
 A copy of the folder is migrated and the program run from both copies, on gloo ranks. Printed: what
 the migration changed, what it left to a person, and the losses. `docs/coming-from-torch.md`

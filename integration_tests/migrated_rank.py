@@ -1,4 +1,7 @@
-"""One rank of a program for GPUs, run on the CPU: its losses go to a file.  Started by `integration_tests.migrated`."""
+"""One rank of a program for GPUs, run on the CPU: its losses go to a file.
+
+`integration_tests.migrated` starts it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""An entry of torch's databases of modules and optimizers (`module_db`, `optim_db`), on the mesh and on one device."""
+"""An entry of torch's databases of modules and optimizers, on the mesh and on one device.
+
+The databases are `module_db` and `optim_db`.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +80,10 @@ class ModuleCase:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerCase:
-    """An input of an optimizer in one of its forms (`for-loop`, `foreach`, `fused`), and which random placements."""
+    """An input of an optimizer in one of its forms, and which random placements.
+
+    The forms are `for-loop`, `foreach` and `fused`.
+    """
 
     name: str
     sample: int
@@ -122,7 +128,10 @@ def optimizer_inputs(name: str) -> list[Any]:
 
 
 def verdict(case: ModuleCase | OptimizerCase) -> str:
-    """One rank's part: "" if right, else `refused: Type: ...`, `wrong: ...`, `error: ...`, or `void: ...`."""
+    """One rank's part: "" if right.
+
+    Else it is `refused: Type: ...`, `wrong: ...`, `error: ...`, or `void: ...`.
+    """
     warnings.simplefilter("ignore")
     mesh_shape = (
         MESHES[case.turn % 2]

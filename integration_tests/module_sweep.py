@@ -1,7 +1,10 @@
-"""Every module and optimizer of torch's databases, placed at random on 4 ranks, against the single device.
+"""Every module and optimizer of torch's databases, placed at random on 4 ranks.
 
-    python -m integration_tests.module_sweep                 # all of it; writes docs/module_coverage.md
-    python -m integration_tests.module_sweep --only Norm     # entries whose name contains it, with what went wrong
+They are compared with the single device.
+
+    python -m integration_tests.module_sweep               # all; writes docs/module_coverage.md
+    python -m integration_tests.module_sweep --only Norm   # entries with this in the name, and
+                                                           # what went wrong
 
 A module goes through `distribute_module` with random placements of its parameters, buffers and
 inputs, in training and in eval mode, and through `parallelize_module` with every style. An

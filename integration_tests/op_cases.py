@@ -1,4 +1,4 @@
-"""One rank's part of the operator sweep: it runs the cases of each sample in step with the other ranks.
+"""One rank's part of the operator sweep: it runs a sample's cases in step with the other ranks.
 
 A case is one sample of an operator with placements for each of its tensors, on a mesh of 4 or of 2
 x 2 ranks. Its verdict is one letter: `l`, `r`, `g` right (without collectives, with reductions
@@ -65,7 +65,7 @@ class Part:
 
 @dataclass
 class Answer:
-    """One rank's verdicts of a part: the number of samples that there were, a letter per case, the findings."""
+    """One rank's verdicts of a part: the number of samples, a letter per case, the findings."""
 
     samples: int
     letters: str
@@ -127,7 +127,7 @@ def _as_they_are() -> Iterator[None]:
 
 @contextmanager
 def _larger() -> Iterator[None]:
-    """Inside the block, torch's constant for the size of a small dim is one that ranks can share evenly."""
+    """Inside the block, torch's size of a small dim is one that ranks can share evenly."""
     home = "torch.testing._internal."
     modules = [
         m
@@ -222,7 +222,10 @@ class OutOfStep(Exception):
 
 @contextmanager
 def in_step(patience: float) -> Iterator[None]:
-    """A case that all ranks finish before the next begins; this process ends if it takes longer than `patience`."""
+    """A case that all ranks finish before the next begins.
+
+    This process ends if it takes longer than `patience`.
+    """
     faulthandler.dump_traceback_later(patience, exit=True)
     yield
     store, meeting = torch.distributed.distributed_c10d._get_default_store(), next(_MEETINGS)

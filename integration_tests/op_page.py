@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 
 HOW = """\
-The entries are the entries of torch's own operator database (`op_db`). Each entry runs on four gloo ranks, as a mesh
-of 4 and as a mesh of 2 x 2:
+The entries are the entries of torch's own operator database (`op_db`). Each entry runs on four gloo
+ranks, as a mesh of 4 and as a mesh of 2 x 2:
 
 - `main`: all samples in the widest dtype, with at least 24 cases together;
 - `every`: one sample with every combination of its tensors' placements on one axis, up to 128;
@@ -18,10 +18,10 @@ of 4 and as a mesh of 2 x 2:
 - `inplace`: at most two samples of the in-place form;
 - one sample in each other dtype.
 
-A case places each tensor as replicated, sharded along any dim (evenly or not, with empty shards), sharded raggedly,
-or partial. A case is right if, on every rank, the outputs and the gradients of all inputs equal the results of a
-single device. Lists of positions that torch reads on the host before any dispatch (the second argument of
-`tensor_split`) stay plain tensors."""
+A case places each tensor as replicated, sharded along any dim (evenly or not, with empty shards),
+sharded raggedly, or partial. A case is right if, on every rank, the outputs and the gradients of
+all inputs equal the results of a single device. Lists of positions that torch reads on the host
+before any dispatch (the second argument of `tensor_split`) stay plain tensors."""
 # Entries whose operator cannot work on DTensors, and why.  The sweep counts their cases like all
 # others.
 IMPOSSIBLE: dict[str, str] = {}

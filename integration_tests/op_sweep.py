@@ -1,10 +1,17 @@
-"""Every operator of torch's database, for many shardings of its inputs, on 4 ranks against the single device.
+"""Every operator of torch's database, for many shardings of its inputs, on 4 ranks.
 
-    python -m integration_tests.op_sweep                      # all of it; writes docs/op_coverage.md
-    python -m integration_tests.op_sweep --only softmax -v    # entries whose name contains it, with what went wrong
-    python -m integration_tests.op_sweep --share 1/2          # every second entry; the page takes in all shares
-    python -m integration_tests.op_sweep --sample             # a seventh of the cases
-    python -m integration_tests.op_sweep --sample --peer      # the same on torch's own DTensor, for the page
+They are compared with the single device.
+
+    # all of it; writes docs/op_coverage.md
+    python -m integration_tests.op_sweep
+    # entries whose name contains it, with what went wrong
+    python -m integration_tests.op_sweep --only softmax -v
+    # every second entry; the page takes in all shares
+    python -m integration_tests.op_sweep --share 1/2
+    # a seventh of the cases
+    python -m integration_tests.op_sweep --sample
+    # the same on torch's own DTensor, for the page
+    python -m integration_tests.op_sweep --sample --peer
 
 For every entry: all samples, in the widest dtype; one of them with every combination of placements;
 samples of even sizes; the in-place form; every other dtype that it takes. Tensors are replicated,
@@ -84,7 +91,10 @@ def sweep_entry(info: Any, parts: Sequence[Part], *, peer: bool, patience: float
 
 
 def _sweep_part(info: Any, part: Part, peer: bool, patience: float, result: Result) -> None:
-    """A part, by some of its samples at a time; after a case that ended the ranks it goes on, but not for ever."""
+    """A part, by some of its samples at a time.
+
+    After a case that ended the ranks it goes on, but not for ever.
+    """
     begin = skip = ended = 0
     letters = ""
     while ended < GIVEN_UP:
@@ -140,7 +150,10 @@ def together(answers: Sequence[Answer]) -> Answer:
 
 
 def code_of(peer: bool) -> str:
-    """What tells one state of the system under test from another: a digest of its sources, or torch's version."""
+    """What tells one state of the system under test from another.
+
+    It is a digest of its sources, or torch's version.
+    """
     if peer:
         import torch
 
@@ -153,7 +166,7 @@ def code_of(peer: bool) -> str:
 
 
 def stored(peer: bool, sample: bool) -> dict[str, Result]:
-    """The results of all earlier sweeps and shares of sweeps of that kind, by the name of the entry."""
+    """The results of all earlier sweeps and shares of that kind, by the name of the entry."""
     found: dict[str, Result] = {}
     for file in sorted(OUT.glob(f"{_stem(peer, sample)}*.jsonl")):
         lines = file.read_text().splitlines()
@@ -173,7 +186,10 @@ def _settings(sample: bool) -> list[dict[str, Any]]:
 
 
 def sweep(options: argparse.Namespace, file: Path) -> Iterator[Result]:
-    """All entries whose name contains `--only`; of a whole sweep, what was right, or wrong with this code, is kept."""
+    """All entries whose name contains `--only`.
+
+    Of a whole sweep, what was right, or wrong with this code, is kept.
+    """
     from torch.testing._internal.common_methods_invocations import op_db
     from tqdm import tqdm
 

@@ -126,7 +126,7 @@ class System:
         return {}
 
     def refuses(self, error: Exception) -> bool:
-        """Whether an error says that a write would have to change the layout of the written tensor."""
+        """Whether an error says that a write would have to change the written tensor's layout."""
         raise NotImplementedError
 
     def counted(self) -> Any:
@@ -134,7 +134,10 @@ class System:
         raise NotImplementedError
 
     def settled(self, got: Any) -> Any:
-        """A result with whatever communication it takes to compare it done; all ranks do it for all results."""
+        """A result with whatever communication it takes to compare it done.
+
+        All ranks do it for all results.
+        """
         raise NotImplementedError
 
     def whole_of(self, got: Any) -> Any:

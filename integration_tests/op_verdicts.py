@@ -53,7 +53,7 @@ def combinations_of(system: System, info: Any, sample: Any) -> int:
 
 
 def writes(name: str) -> bool:
-    """Whether the operator of an entry writes to arguments by its schema (running statistics, for one)."""
+    """Whether an entry's operator writes to arguments by its schema, such as running statistics."""
     packet = getattr(torch.ops.aten, name, None)
     schemas = (
         [getattr(packet, overload)._schema for overload in packet.overloads()]
@@ -105,7 +105,10 @@ class Sample:
     def every(
         self, limit: int, seed: str
     ) -> Iterator[tuple[tuple[int, ...], tuple[Placements, ...]]]:
-        """All combinations of the tensors' placements on the mesh of one axis; of very many, `limit` of them."""
+        """All combinations of the tensors' placements on the mesh of one axis.
+
+        If there are very many, they are `limit` of them.
+        """
         options = [self.system.options(t, MESHES[0]) for t in self.tensors[: self.placed]]
         whole = prod(map(len, options)) if self.expected is not None else 0
         for index in sorted(random.Random(seed).sample(range(whole), min(whole, limit))):
@@ -118,7 +121,10 @@ class Sample:
     def some(
         self, each: int, seed: str, number: int
     ) -> Iterator[tuple[tuple[int, ...], tuple[Placements, ...]]]:
-        """Meshes and placements for all tensors: all alike, one alone, any; always the same ones for a sample."""
+        """Meshes and placements for all tensors: all alike, one alone, any.
+
+        A sample always gets the same ones.
+        """
         draw = random.Random(seed)
         if self.expected is None:
             return
@@ -178,7 +184,10 @@ class Sample:
 
     @cached_property
     def _wide(self) -> _Run | None:
-        """The single device's answer for the same values in the widest dtype; None if it has none."""
+        """The single device's answer for the same values in the widest dtype.
+
+        None if the single device has no answer.
+        """
         values = tree_map_only(
             Tensor,
             lambda t: t.detach().to(WIDE.get(t.dtype, t.dtype)).requires_grad_(t.requires_grad),
@@ -231,7 +240,10 @@ class Sample:
         )
 
     def _sorts_like(self, got: _Run) -> bool:
-        """Whether a sort is right: the values, indices that give these values, gradients up to equal elements."""
+        """Whether a sort is right.
+
+        Compared are the values, indices that give these values, gradients up to equal elements.
+        """
         assert self.expected is not None, "a sample without an answer has no cases"
         x, args, kwargs = self.tensors[0].detach(), self.arguments[1], self.arguments[2]
         dim = (
@@ -272,7 +284,9 @@ class Sample:
         )
 
     def _rounds_alike(self, kind: str, index: int, got: _Run) -> bool:
-        """Whether a float32 or complex64 value is about as near to the widest dtype's as the single device's is.
+        """Whether a value is about as near to the widest dtype's as the single device's value is.
+
+        The value is float32 or complex64.
 
         `logcumsumexp` of values about 10000, for one, adds logarithms that complex64 has to 1e-3,
         so two orders of a sum are that far apart. Other orders may make up to four times the single
@@ -314,7 +328,10 @@ class Sample:
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
-    """Whether values agree: closely, in small dtypes as far as the order of a sum of the largest values shows."""
+    """Whether values agree closely.
+
+    In small dtypes they agree as far as the order of a sum of the largest values shows.
+    """
     relative = TOLERANCE.get(one.dtype, 1e-6)
     absolute = relative / 10 if one.dtype in (torch.float32, torch.complex64) else 1e-8
     if one.dtype in (torch.float16, torch.bfloat16) and one.numel():

@@ -1,11 +1,13 @@
-"""Trains two models on many meshes inside `invariant_arithmetic` and compares all bits with those of one rank.
+"""Trains two models on many meshes inside `invariant_arithmetic`.
+
+All bits are compared with those of one rank.
 
     python integration_tests/same_bits.py [--steps 50] [--models demo hf] [--dtypes float32
     bfloat16]
 
-The models are the Llama of examples/llama and the one of transformers, of small sizes, with dropout,
-clipping and AdamW. Losses, norms, gradients, weights and the optimizer's state of every step are
-compared, by digests of their bits.
+The models are the Llama of examples/llama and the one of transformers, of small sizes, with
+dropout, clipping and AdamW. Losses, norms, gradients, weights and the optimizer's state of every
+step are compared, by digests of their bits.
 """
 
 from __future__ import annotations
@@ -116,7 +118,10 @@ def hf_model(dtype: torch.dtype) -> nn.Module:
 
 
 def hf_plan(sequence: bool) -> Plan:
-    """Styles of the modules of transformers; with `sequence` its layers run on shards of the sequence."""
+    """Styles of the modules of transformers.
+
+    With `sequence` its layers run on shards of the sequence.
+    """
     split, layer = SPLIT if sequence else WHOLE, "model.layers.*."
     plan: Plan = {
         "model.embed_tokens": RowwiseParallel(input_layouts=WHOLE),

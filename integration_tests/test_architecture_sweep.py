@@ -1,4 +1,7 @@
-"""A sample of `architecture_sweep.py`: plans of transformers' architectures against one process, and the page."""
+"""A sample of `architecture_sweep.py`: plans against one process, and the page.
+
+The plans are for architectures of transformers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Compositions of parallelisms train a Llama as one device does: losses and gradient norms, step by step, in float64.
+"""Compositions of parallelisms train a Llama as one device does.
+
+Losses and gradient norms are compared step by step, in float64.
 
 Covers: shoal_mesh, shoal_dtensor and shoal_tp_styles together, with torch.distributed.pipelining.
 """
@@ -57,7 +59,7 @@ PLAN: dict[str, ParallelStyle] = {
 
 
 class Part(nn.Module):
-    """A pipeline stage: some of the blocks, the first one with the embedding, the last one with the head."""
+    """A pipeline stage: some blocks, the first with the embedding, the last with the head."""
 
     cos: Tensor
     sin: Tensor
@@ -88,7 +90,10 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def parallel(part: Any, mesh: DeviceMesh) -> Any:
-    """A part with styles along "tensor" and its parameters sharded over "data", replicated over "replica"."""
+    """A part with styles along "tensor".
+
+    Its parameters are sharded over "data" and replicated over "replica".
+    """
     axes = mesh.axis_names
     if "tensor" in axes:
         held = {path for path, _ in part.named_children()}
@@ -141,7 +146,7 @@ class Trained:
         )
 
     def step(self, tokens: Tensor, targets: Tensor) -> tuple[float, float]:
-        """The loss of the global batch and the norm of all gradients, before they are clipped and applied."""
+        """The global batch's loss and the norm of gradients before they are clipped and applied."""
         data = [axis for axis in self.mesh.axis_names if axis in ("replica", "data")]
         count = self.mesh[tuple(data)].size() if data else 1
         at = self.mesh[tuple(data)].flatten().get_local_rank() if data else 0

@@ -1,4 +1,4 @@
-"""Covers: tools/contracts.py: the faults that `nox -s lint` finds in a small tree of two packages."""
+"""Covers: tools/contracts.py: faults that `nox -s lint` finds in a small tree of two packages."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ TREE = {
     "low/pyproject.toml": "[project]\ndependencies = []\n",
     "low/src/shoal_low/__init__.py": '"""A facade says nothing."""\nfrom .rules.rule import Rule\n',
     "low/src/shoal_low/errors.py": '"""A file that imports no sibling says nothing."""\n',
-    "low/src/shoal_low/checks.py": '"""Checks.\n\nMay import: errors.\n"""\nfrom .errors import Wrong\n',
+    "low/src/shoal_low/checks.py": (
+        '"""Checks.\n\nMay import: errors.\n"""\nfrom .errors import Wrong\n'
+    ),
     "low/src/shoal_low/layout/__init__.py": '"""Layouts.\n\nMay import: nothing.\n"""\n',
     "low/src/shoal_low/layout/spec.py": "",
     "low/src/shoal_low/rules/__init__.py": '"""Rules.\n\nMay import: checks,\nlayout.\n"""\n',
-    "low/src/shoal_low/rules/rule.py": "from . import row\nfrom ..checks import check\nfrom ..layout import spec\n",
+    "low/src/shoal_low/rules/rule.py": (
+        "from . import row\nfrom ..checks import check\nfrom ..layout import spec\n"
+    ),
     "low/src/shoal_low/rules/row.py": "",
     "high/pyproject.toml": '[project]\ndependencies = ["shoal-low >= 0.1.0, < 0.2", "torch"]\n',
     "high/src/shoal_high/__init__.py": "from shoal_low import Rule\n",

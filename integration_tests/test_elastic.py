@@ -1,4 +1,4 @@
-"""Covers: elastic.py: after kills the survivors continue training, with the losses of the undisturbed run."""
+"""Covers: elastic.py: after kills, survivors continue with the losses of the undisturbed run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Every fault ends in a typed error within seconds, on every other rank; the whole table under `slow`."""
+"""Every fault ends in a typed error within seconds, on every other rank.
+
+The whole table runs under `slow`.
+"""
 
 from __future__ import annotations
 

@@ -47,24 +47,32 @@ def state():
         "warning filters": list(map(str, warnings.filters)),
         "environment": dict(os.environ),
         "threads": [t.name for t in threading.enumerate()],
-        "signal handlers": [str(signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)],
+        "signal handlers": [
+            str(signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+        ],
         "hooks": [str(sys.excepthook), str(threading.excepthook), str(sys.displayhook)],
         "log handlers": [str(logging.root.handlers), logging.root.level],
-        "torch defaults": [str(torch.get_default_dtype()), torch.get_num_threads(), torch.is_grad_enabled(),
-                           torch.are_deterministic_algorithms_enabled(), str(torch.get_default_device())],
+        "torch defaults": [
+            str(torch.get_default_dtype()), torch.get_num_threads(), torch.is_grad_enabled(),
+            torch.are_deterministic_algorithms_enabled(), str(torch.get_default_device()),
+        ],
         "generator": torch.get_rng_state().sum().item(),
         "safe globals": sorted(map(str, torch.serialization.get_safe_globals())),
         "operators": len(torch._C._dispatch_get_all_op_names()),
-        "torch attributes": [len(vars(m)) for m in (torch.Tensor, torch.nn.Module, torch.distributed)],
+        "torch attributes": [
+            len(vars(m)) for m in (torch.Tensor, torch.nn.Module, torch.distributed)
+        ],
     }
 modules, before = set(sys.modules), state()
 times = []
 gc.collect()
-gc.freeze()  # a collection that walks all of torch's objects hits some layer by chance: it is not that layer's cost
+# A collection that walks all of torch's objects hits some layer by chance: not that layer's cost.
+gc.freeze()
 for name in sys.argv[1:]:
     start = time.process_time()
     __import__(name)
-    times.append(time.process_time() - start)  # of this process: the load of the machine is not ours
+    # of this process: the load of the machine is not ours
+    times.append(time.process_time() - start)
 after = state()
 print(json.dumps({
     "added": sorted(set(sys.modules) - modules), "seconds": [torchs, *times],
@@ -96,7 +104,7 @@ def probe(*names: str) -> dict[str, Any]:
 
 
 def findings_in(printed: str) -> dict[str, Any]:
-    """What `PROBE` has printed, and nothing beside it: a new torch logs a line for each deprecated name."""
+    """What `PROBE` has printed, and nothing else: a new torch logs a line per deprecated name."""
     assert printed.startswith("{") and printed.index("\n") == len(printed) - 1, printed
     found: dict[str, Any] = json.loads(printed)
     return found
@@ -140,15 +148,24 @@ with fake_world(4):
     mesh = init_device_mesh("cpu", (4,))
     x = DTensor.from_local(torch.ones(4, 6), mesh, [Shard(0)])
     w = DTensor.from_local(torch.ones(6, 6), mesh, [Replicate()])
-    for run in (lambda: x + x, lambda: x @ w, lambda: x.sum(0), lambda: x.view(-1, 2, 3), lambda: x.softmax(-1)):
+    for run in (
+        lambda: x + x, lambda: x @ w, lambda: x.sum(0), lambda: x.view(-1, 2, 3),
+        lambda: x.softmax(-1),
+    ):
         run()
     F.linear(x, w, w[0])
     F.layer_norm(x, (6,), w[0], w[0])
     w.requires_grad_()
     y, labels = x @ w, DTensor.from_local(torch.ones(4, dtype=torch.long), mesh, [Shard(0)])
-    for one in (y, y / 2, y * y, y.relu(), F.gelu(y), F.silu(y), y.softmax(-1), F.layer_norm(y, (6,)), F.normalize(y)):
+    for one in (
+        y, y / 2, y * y, y.relu(), F.gelu(y), F.silu(y), y.softmax(-1), F.layer_norm(y, (6,)),
+        F.normalize(y),
+    ):
         one.sum().backward(retain_graph=True)  # gradients of a sum are expanded tensors
-    for loss in (y.mean(), F.mse_loss(y, x), F.cross_entropy(y, labels), F.binary_cross_entropy_with_logits(y, x)):
+    for loss in (
+        y.mean(), F.mse_loss(y, x), F.cross_entropy(y, labels),
+        F.binary_cross_entropy_with_logits(y, x),
+    ):
         loss.backward(retain_graph=True)
 unasked = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy")
 print(*[name for name in sys.modules if name.startswith(unasked)])
@@ -158,7 +175,10 @@ print(*[name for name in sys.modules if name.startswith(unasked)])
 def test_first_operators_and_gradients_import_neither_compiler_nor_torchs_dtensor(
     printed: dict[str, str],
 ) -> None:
-    """Python meta kernels import `torch._dynamo`, which takes a second; an operator without a rule the other."""
+    """Python meta kernels import `torch._dynamo`, which takes a second.
+
+    An operator without a rule imports the other module.
+    """
     assert printed[FIRST_OPERATORS].split() == []
 
 
@@ -188,7 +208,7 @@ def test_each_layer_imports_within_its_time(layers: Any) -> None:
 
 
 def imports(path: Path) -> Iterator[tuple[ast.stmt, str, int]]:
-    """Every import statement anywhere in a file, with the absolute module it names and its level of dots."""
+    """Every import statement in a file, with the absolute module it names and its level of dots."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from ((node, alias.name, 0) for alias in node.names)
@@ -197,7 +217,7 @@ def imports(path: Path) -> Iterator[tuple[ast.stmt, str, int]]:
 
 
 def imported_at_once(path: Path) -> Iterator[Path]:
-    """The modules of the same package that importing a module runs, beside the folders that it is in."""
+    """The modules of the package that importing a module runs, beside the folders that it is in."""
     # inside of functions, or for type checkers only
     waits: set[ast.AST] = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -309,7 +329,7 @@ def public_names(init: Path) -> set[str]:
     for node in ast.parse(init.read_text()).body:
         targets = node.targets if isinstance(node, ast.Assign) else []
         if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
-            return set(ast.literal_eval(node.value))  # type: ignore[attr-defined]  # narrowed by the line above
+            return set(ast.literal_eval(node.value))  # type: ignore[attr-defined]  # narrowed above
     raise AssertionError(f"{init} has no literal __all__")
 
 

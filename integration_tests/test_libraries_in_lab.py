@@ -77,7 +77,7 @@ def test_scripts_have_the_losses_of_one_process(name: str, tmp_path: Path) -> No
 
 
 def write_assets(folder: Path) -> None:
-    """Write a tokenizer of a few words, and a data set of one batch: a sample has LENGTH + 1 tokens.
+    """Write a tokenizer of a few words, and data of one batch: a sample has LENGTH + 1 tokens.
 
     torchtitan repeats the data set, so every step has the same rows, however many ranks read them.
     """
@@ -119,7 +119,10 @@ def run_torchtitan(folder: Path, ranks: int, rows: int, *options: str) -> str:
 
 
 def losses_of(output: str) -> set[tuple[str, str]]:
-    """Return the steps and losses that ranks print; ranks without a pipeline's last stage print -2."""
+    """Return the steps and losses that ranks print.
+
+    Ranks without a pipeline's last stage print -2.
+    """
     pairs = re.findall(r"step: +(\d+) +loss: +([-\d.]+)", output)
     return {(step, loss) for step, loss in pairs if not loss.startswith("-")}
 

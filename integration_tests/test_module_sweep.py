@@ -1,4 +1,6 @@
-"""A fair sample of `module_sweep.py`: one sample of every tenth entry of torch's databases of modules and optimizers.
+"""A fair sample of `module_sweep.py`.
+
+It is one sample of every tenth entry of torch's databases of modules and optimizers.
 
 Which tenth, is `MODULE_SWEEP_TURN` (0 to 9); ten turns try every entry.
 """

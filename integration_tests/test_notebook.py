@@ -1,4 +1,4 @@
-"""Covers: docs/notebook.ipynb: every cell runs with the output of the page, apart from times and pictures.
+"""Covers: docs/notebook.ipynb: every cell runs with the page's output, but times and pictures.
 
 `python -m integration_tests.test_notebook` runs it and keeps what its cells show.
 """
@@ -36,7 +36,8 @@ def shown(notebook: Any) -> list[str]:
 
 
 def test_the_notebook_runs_and_shows_what_the_page_shows(tmp_path: Path) -> None:
-    assert shown(executed(tmp_path)) == shown(nbformat.read(PAGE, 4))  # type: ignore[no-untyped-call]  # it has no types
+    notebook = nbformat.read(PAGE, 4)  # type: ignore[no-untyped-call]  # it has no types
+    assert shown(executed(tmp_path)) == shown(notebook)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""A sample of `op_sweep.py`, family by family: all operators of common models, and every twelfth other entry.
+"""A sample of `op_sweep.py`, family by family.
+
+It is all operators of common models, and every twelfth other entry.
 
 Which twelfth, is `OP_SWEEP_TURN` (0 to 11); twelve turns try every entry of torch's database.
 """
@@ -21,10 +23,10 @@ from shoal_mesh.testing import rank_pool
 
 TURN, TURNS = int(os.environ.get("OP_SWEEP_TURN", "0")), 12
 MODELS = """
-    add sub mul div neg exp where clamp sum mean var amax softmax log_softmax logsumexp mm bmm addmm matmul diagonal
-    nn.functional.linear nn.functional.layer_norm nn.functional.rms_norm nn.functional.embedding nn.functional.gelu
-    nn.functional.cross_entropy nn.functional.nll_loss nn.functional.conv2d nn.functional.batch_norm
-    nn.functional.scaled_dot_product_attention
+    add sub mul div neg exp where clamp sum mean var amax softmax log_softmax logsumexp mm bmm addmm
+    matmul diagonal nn.functional.linear nn.functional.layer_norm nn.functional.rms_norm
+    nn.functional.embedding nn.functional.gelu nn.functional.cross_entropy nn.functional.nll_loss
+    nn.functional.conv2d nn.functional.batch_norm nn.functional.scaled_dot_product_attention
 """
 ALWAYS = frozenset(MODELS.split())
 # One sample with every kind of mesh, one of even sizes, one in a small dtype, one in place.

@@ -1,4 +1,4 @@
-"""Covers: random_modules: random models, plans and optimizers on four ranks have the results of one device."""
+"""Covers: random_modules: models, plans and optimizers on four ranks give one device's results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: random_training: random steps under data parallelism on four ranks have the results of one device."""
+"""Covers: random_training: data-parallel steps on four ranks have the results of one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: docs/reference/*.md: every public name of a layer is on its page, once, and its entry is complete."""
+"""Covers: docs/reference/*.md: every public name is on its layer's page once, and complete."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ GAPS = Path(__file__).with_name("reference_gaps.txt")
 # A docstring whose first word is one of these does not say what comes back, so it has a section
 # `Returns:`.
 VERBS = re.compile(
-    r"(Add|Apply|Bring|Check|Compare|Fill|Find|Give|Load|Make|Record|Reduce|Replace|Run|Save|Train|Write)\b"
+    r"(Add|Apply|Bring|Check|Compare|Fill|Find|Give|Load|Make|Record|Reduce|Replace|Run|Save"
+    r"|Train|Write)\b"
 )
 # Where another docstring says the same: "arguments as for `empty`", "are those of the collectives
 # of the same names".
@@ -48,7 +49,10 @@ ELSEWHERE = re.compile(
 
 
 def documented(layer: str, page: str) -> Iterator[tuple[str, Any]]:
-    """Addresses and values of the classes and functions in a layer's facade and in the modules that its page shows."""
+    """Addresses and values of classes and functions.
+
+    They are in a layer's facade and in the modules that its page shows.
+    """
     for space in (layer, *re.findall(r"automodule:: (\S+)", page)):
         module = importlib.import_module(space)
         own = [
@@ -73,7 +77,10 @@ def docstring(value: Any) -> str:
 
 
 def lacks(value: Any, programs: str) -> list[str]:
-    """What an entry does not have: arguments, what comes back, errors, an example (or one in a program of a page)."""
+    """What an entry does not have.
+
+    That is arguments, what comes back, errors, an example (or one in a program of a page).
+    """
     text, module = docstring(value), inspect.getmodule(value)
     elsewhere = bool(ELSEWHERE.search(text) or ELSEWHERE.search((module and module.__doc__) or ""))
     signature = signature_of(value)
@@ -98,7 +105,7 @@ def lacks(value: Any, programs: str) -> list[str]:
 
 
 def signature_of(value: Any) -> inspect.Signature:
-    """Without arguments for an enum, and where a class has the constructor of a class of the standard library."""
+    """Without arguments for enums, and where a class has a constructor of the standard library."""
     makers = (
         base
         for base in getattr(value, "__mro__", ())
@@ -129,7 +136,10 @@ def undescribed(signature: inspect.Signature, text: str) -> list[str]:
 
 
 def test_every_entry_is_complete(layers: Any, root: Any) -> None:
-    """Those that lack something are listed in `reference_gaps.txt`; a new entry is complete, a mended one taken out."""
+    """Those that lack something are listed in `reference_gaps.txt`.
+
+    A new entry is complete, a mended one taken out.
+    """
     pages = [
         root / "README.md",
         *root.glob("packages/*/README.md"),

@@ -1,4 +1,4 @@
-"""Objects from before a restart of the process groups work with the new groups, in the same processes."""
+"""Objects from before a restart of process groups work with new groups in the same processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: docs/_ext/shared_navigation.py: which pages of the documentation share a tree of contents."""
+"""Covers: docs/_ext/shared_navigation.py: pages of the documentation that share a contents tree."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ ranks may print nothing, or other values with the same sequence of True and Fals
 
 Figures of the README's table of evidence are those of the pages that the table names.
 
-Guides in docs/how-to have one pattern: a title of at most six words, the purpose, a program with its
-output, variations, limits, keywords. Their blocks print results instead of asserting them.
+Guides in docs/how-to have one pattern: a title of at most six words, the purpose, a program with
+its output, variations, limits, keywords. Their blocks print results instead of asserting them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ def pages() -> list[Path]:
 
 
 def blocks(page: Path) -> list[tuple[str, str | None]]:
-    """The blocks of a page and what each prints; blank lines above, so that a traceback shows the page's own lines."""
+    """The blocks of a page and what each prints.
+
+    Blank lines stand above, so that a traceback shows the page's own lines.
+    """
     text = page.read_text()
     return [
         ("\n" * text.count("\n", 0, block.start(1)) + block[1], block[2])

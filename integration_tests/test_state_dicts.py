@@ -294,10 +294,12 @@ def made():
     from shoal_mesh import init_device_mesh
     assert not any('shoal' in type(each).__module__ for each in before), before
     with fake_world(2):
-        shoal_dtensor.distribute_tensor(torch.ones(2), init_device_mesh('cpu', (2,)), src_data_rank=None)
+        mesh = init_device_mesh('cpu', (2,))
+        shoal_dtensor.distribute_tensor(torch.ones(2), mesh, src_data_rank=None)
 """
 AFTER_BOTH = """
-assert type(api._get_model_state_dict).__name__ == type(api._load_optim_state_dict).__name__ == 'partial'
+for function in (api._get_model_state_dict, api._load_optim_state_dict):
+    assert type(function).__name__ == 'partial'
 waiting = [each.module for each in sys.meta_path if 'shoal' in type(each).__module__]
 assert not [name for name in waiting if name in sys.modules], waiting
 assert not [name for name in waiting if name.startswith('torch.distributed')], waiting
@@ -305,7 +307,7 @@ assert not [name for name in waiting if name.startswith('torch.distributed')], w
 
 
 def test_torchs_functions_are_wrapped_whenever_they_are_imported() -> None:
-    """In processes of their own: before the first DTensor nothing is changed, afterwards an import is enough."""
+    """In own processes: before the first DTensor nothing is changed, then an import is enough."""
     programs = [Program(BEFORE_FIRST + order + AFTER_BOTH) for order in MADE_AND_IMPORTED.values()]
     assert outputs_of(programs, "-W", "ignore", environment=os.environ) == ["", ""]
 

@@ -1,4 +1,4 @@
-"""Covers: the tests themselves: every module has tests, and a test file names the modules that it tests."""
+"""Covers: the tests: every module has tests, and a test file names the modules that it tests."""
 
 from __future__ import annotations
 

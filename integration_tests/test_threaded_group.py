@@ -1,4 +1,7 @@
-"""Covers: torch's test group, whose ranks are threads of one process: collectives, torch's calls and DTensors."""
+"""Covers: torch's test group: collectives, torch's calls and DTensors.
+
+Its ranks are threads of one process.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +27,19 @@ def run(rank):
     assert sm.all_reduce(own, (mesh, "tp")).tolist() == [20.0 * first + 10, 20.0 * first + 12]
     assert sm.all_gather(own[:1], (mesh, ("dp", "tp"))).tolist() == [0.0, 10.0, 20.0, 30.0]
     assert sm.reduce_scatter(own, (mesh, "tp")).tolist() == [20.0 * first + 10 + 2 * (rank % 2)]
-    assert sm.all_to_all(own, (mesh, "tp"), 0, 0).tolist() == [10.0 * first + rank % 2, 10.0 * first + 10 + rank % 2]
+    exchanged = sm.all_to_all(own, (mesh, "tp"), 0, 0).tolist()
+    assert exchanged == [10.0 * first + rank % 2, 10.0 * first + 10 + rank % 2]
     assert sm.broadcast(own, (mesh, "tp"), 1).tolist() == [10.0 * first + 10, 10.0 * first + 11]
     uneven = sm.all_gather_v(own[: 1 + rank % 2], (mesh, "tp"), [1, 2])
     assert uneven.tolist() == [10.0 * first, 10.0 * first + 10, 10.0 * first + 11]
-    assert [t.tolist() for t in sm.all_reduce_coalesced([own, own[0]], (mesh, "dp"))][1] == 20.0 * (rank % 2) + 20
+    reduced = sm.all_reduce_coalesced([own, own[0]], (mesh, "dp"))
+    assert [t.tolist() for t in reduced][1] == 20.0 * (rank % 2) + 20
     gathered = sm.gather(own, (mesh, "tp"), 1)
     assert rank % 2 == (gathered is not None)
     rows = gathered and [row + 1 for row in gathered]
     assert sm.scatter(rows, (mesh, "tp"), 1, out=torch.empty(2)).tolist() == (own + 1).tolist()
-    assert sm.permute(own, (mesh, "tp"), [1, 0]).tolist() == (torch.arange(2.0) + 10 * (rank ^ 1)).tolist()
+    permuted = sm.permute(own, (mesh, "tp"), [1, 0])
+    assert permuted.tolist() == (torch.arange(2.0) + 10 * (rank ^ 1)).tolist()
     dist.barrier(group=mesh.get_group("tp"))
     names = [rank]
     dist.broadcast_object_list(names, src=first, group=mesh.get_group("tp"))

@@ -1,4 +1,4 @@
-"""Models of transformers by their own plans pass the checker of types: styled, and as plain code."""
+"""Models of transformers by their own plans pass the type checker: styled, and as plain code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Covers: packages/*/pyproject.toml, __about__.py, CHANGELOG.md: one version, true dependencies, no dead links."""
+"""Covers: packages/*/pyproject.toml, __about__.py, CHANGELOG.md.
+
+There is one version, dependencies are true, and no links are dead.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +120,7 @@ def test_one_license(layer: Any, root: Any) -> None:
 
 
 def test_torch_is_bounded_by_what_was_run(layer: Any, root: Any) -> None:
-    """The bounds of the metadata, the table of what was run, and the sessions say the same versions."""
+    """The metadata's bounds, the table of what was run, and the sessions say the same versions."""
     (declared,) = [
         text
         for text in pyproject(layer.home)["project"]["dependencies"]

@@ -1,4 +1,6 @@
-"""How many source files a reader follows through one call: the seven calls that everything else consists of.
+"""How many source files a reader follows through each of seven calls.
+
+Everything else consists of these calls.
 
 `python -m integration_tests.test_ways` prints them; with `--files` their names too.
 """
@@ -33,7 +35,7 @@ BOUNDS = {
 
 
 def files_of(call: Callable[[], object]) -> tuple[list[str], set[tuple[str, str]]]:
-    """The files of shoal whose functions a call enters, in order, and the pairs (caller's file, its file)."""
+    """The shoal files whose functions a call enters in order, and pairs (caller's file, file)."""
     files: dict[str, None] = {}
     pairs = set()
 

@@ -1,4 +1,6 @@
-"""torchtitan 0.2.2, its imports changed to shoal's, trains on meshes: losses and norms against one process on torch.
+"""torchtitan 0.2.2, its imports changed to shoal's, trains on meshes.
+
+Losses and norms are compared with one process on torch.
 
     python -m integration_tests.titan PATH [--models llama3] [--meshes fsdp4 hsdp] [--steps 5]
     [--torch]

@@ -1,4 +1,6 @@
-"""One rank of a training run of torchtitan, started by `torchrun`: its own `Trainer`, models and checkpoints.
+"""One rank of a training run of torchtitan, started by `torchrun`.
+
+It has its own `Trainer`, models and checkpoints.
 
     torchrun --nproc-per-node 4 -m integration_tests.titan_rank RUN.json
 
@@ -124,7 +126,7 @@ class Metrics:
 
 
 def loss_of(run: Run) -> Any:
-    """The loss of torchtitan without its cast to float32, and with the run's factor of gradients."""
+    """The torchtitan loss without its cast to float32, and with the run's factor of gradients."""
 
     def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         value = F.cross_entropy(

@@ -1,11 +1,13 @@
-"""One rank of a training run of torchtitan 0.3, started by `torchrun`: as `titan_rank` for torchtitan 0.2.
+"""One rank of a training run of torchtitan 0.3, started by `torchrun`.
+
+It is as `titan_rank` for torchtitan 0.2.
 
     torchrun --nproc-per-node 4 -m integration_tests.titan_rank_0_3 RUN.json
 
 `RUN.json` has the fields of `titan_rank.Run`; names in its `config` are those of `Trainer.Config`.
-The only entry of its `sizes` is `n_layers`. torchtitan's language models attend with flex attention,
-whose kernels are for GPUs; here they attend with its `ScaledDotProductAttention`, which is causal.
-Losses and rotary embeddings, which torchtitan computes in float32, stay in float64.
+The only entry of its `sizes` is `n_layers`. torchtitan's language models attend with flex
+attention, whose kernels are for GPUs; here they attend with its `ScaledDotProductAttention`, which
+is causal. Losses and rotary embeddings, which torchtitan computes in float32, stay in float64.
 """
 
 from __future__ import annotations
@@ -92,7 +94,7 @@ def exchanged_parts(run: Run, vocabulary: int) -> dict[str, Any]:
             return kind(run, vocabulary, ranks, kwargs["dp_rank"], kwargs["local_batch_size"])
 
     @dataclass(kw_only=True, slots=True)
-    class NoTokenizerConfig(BaseTokenizer.Config):  # type: ignore[misc]  # torchtitan is not checked
+    class NoTokenizerConfig(BaseTokenizer.Config):  # type: ignore[misc]  # is not checked
         def build(self, **kwargs: Any) -> None:
             return None
 

@@ -1,4 +1,6 @@
-"""Two hosts on this machine: network, process and host-name spaces of their own, and a link that may be slow or lost.
+"""Two hosts on this machine, and a link that may be slow or lost.
+
+They have network, process and host-name spaces of their own.
 
     python integration_tests/two_hosts.py [--per-host N] [--rate 1gbit] [KIB ...]
 
@@ -49,7 +51,10 @@ class Hosts:
     def running(
         self, job: str, per_host: int, *arguments: str
     ) -> Iterator[list[subprocess.Popen[str]]]:
-        """One process a host, each with `per_host` ranks that run a job: `run(*arguments)` of a module."""
+        """One process a host, each with `per_host` ranks that run a job.
+
+        The job is `run(*arguments)` of a module.
+        """
         inside = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--uts")
         ranks = (
             sys.executable,
@@ -143,7 +148,10 @@ def two_hosts(rate: str = "") -> Iterator[Hosts]:
 
 
 def _start_ranks(host: int, job: str, per_host: int, arguments: list[str]) -> None:
-    """On a host: one process per rank, until all have ended. They are forked, so the host imports the job once."""
+    """On a host: one process per rank, until all have ended.
+
+    They are forked, so the host imports the job once.
+    """
     os.environ |= {
         "LOCAL_WORLD_SIZE": str(per_host),
         "WORLD_SIZE": str(2 * per_host),
@@ -172,7 +180,10 @@ def begin(timeout: float) -> int:
 
 
 def run(*sizes: str) -> None:
-    """The job that takes times: of messages of so many KiB, the fastest of some runs on the slowest rank."""
+    """The job that takes times of messages of so many KiB.
+
+    A time is the fastest of some runs on the slowest rank.
+    """
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,7 @@
-"""Uses of the public names that type checkers must accept, as the documentation writes them; nothing here is run."""
+"""Uses of the public names that type checkers must accept, as the documentation writes them.
+
+Nothing here is run.
+"""
 
 from __future__ import annotations
 

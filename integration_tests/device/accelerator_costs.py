@@ -1,4 +1,6 @@
-"""A plugin of pytest: CPU ranks plan as ranks on accelerators do, so that tests of operators run their other plans.
+"""A plugin of pytest: CPU ranks plan as ranks on accelerators do.
+
+So tests of operators run their other plans.
 
 `python -m pytest -p integration_tests.device.accelerator_costs
 packages/dtensor/tests/test_programs.py`

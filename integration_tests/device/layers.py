@@ -1,4 +1,7 @@
-"""Programs of the layers above: losses, attention of a sharded sequence, mixtures of experts, checkpoints."""
+"""Programs of the layers above.
+
+They are losses, attention of a sharded sequence, mixtures of experts, and checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def loss_parallel(lib: Library) -> Generator[Part, Any, None]:
         x.grad = None
         with lib.styles.loss_parallel():
             loss = yield "forward", partial(F.cross_entropy, x, there)
-            yield "backward", lambda: loss.backward()  # noqa: B023  # it is run before the next round
+            yield "backward", lambda: loss.backward()  # noqa: B023  # run before the next round
     if lib.ours:
         assert_same(loss, expected)
         assert_same(x.grad, plain.grad)
@@ -142,7 +145,10 @@ def _experts(kind: str, lib: Library) -> Generator[Part, Any, None]:
 
 
 def checkpoint(lib: Library) -> Generator[Part, Any, None]:
-    """Shards and a plain tensor, written, changed and read again: by torch's functions and by our `Checkpointer`."""
+    """Shards and a plain tensor, written, changed and read again.
+
+    This is done by torch's functions and by our `Checkpointer`.
+    """
     from torch.distributed import checkpoint as dcp
 
     from shoal_dtensor.checkpoint import Checkpointer

@@ -1,4 +1,4 @@
-"""The names by which programs of the tier call shoal and torch's own stack, which are mostly the same."""
+"""The names by which programs of the tier call shoal and torch's own stack: mostly the same."""
 
 from __future__ import annotations
 

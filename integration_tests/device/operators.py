@@ -127,7 +127,7 @@ def operators(lib: Library, calls: dict[str, Call] = OPERATORS) -> Generator[Par
     plain = _plain()
     operands = _sharded(lib, plain)
     for name, call in calls.items():
-        yield name, lambda call=call: call(operands)  # type: ignore[misc]  # mypy infers no lambda with a default
+        yield name, lambda call=call: call(operands)  # type: ignore[misc]  # lambda with a default
         got = yield name, lambda call=call: call(operands)  # type: ignore[misc]  # as above
         if lib.ours:
             assert_same(got, call(plain)) if isinstance(got, Tensor) else _assert_close(
@@ -145,7 +145,10 @@ def operators_of_values(lib: Library) -> Generator[Part, Any, None]:
 
 
 def redistribution(lib: Library) -> Generator[Part, Any, None]:
-    """A tensor of uneven shards from each pair of placements to each other, twice; all of them are one part."""
+    """A tensor of uneven shards from each pair of placements to each other, twice.
+
+    All of them are one part.
+    """
     shard, replicate, partial = lib.tensor.Shard, lib.tensor.Replicate, lib.tensor.Partial
     mesh = lib.init_device_mesh(device().type, (2, 2), mesh_dim_names=("data", "tensor"))
     torch.manual_seed(0)
@@ -178,7 +181,7 @@ RANDOM: dict[str, Callable[[Any], Any]] = {
 
 
 def random_operators(lib: Library) -> Generator[Part, Any, None]:
-    """Each random operator on a sharded tensor, against the same on the whole tensor on this device."""
+    """Each random operator on a sharded tensor, against the same on the whole tensor here."""
     shard = lib.tensor.Shard
     mesh = lib.init_device_mesh(device().type, (2, 2), mesh_dim_names=("data", "tensor"))
     torch.manual_seed(0)
@@ -186,7 +189,7 @@ def random_operators(lib: Library) -> Generator[Part, Any, None]:
     x = lib.tensor.distribute_tensor(whole, mesh, [shard(0), shard(1)])
     for name, call in RANDOM.items():
         torch.manual_seed(3)
-        yield name, lambda call=call: call(x)  # type: ignore[misc]  # mypy infers no lambda with a default
+        yield name, lambda call=call: call(x)  # type: ignore[misc]  # lambda with a default
         got = yield name, lambda call=call: call(x)  # type: ignore[misc]  # as above
         if lib.ours:
             torch.manual_seed(3)

@@ -1,4 +1,6 @@
-"""The main programs of each package, in parts that are measured; each compares itself with one CPU process.
+"""The main programs of each package, in parts that are measured.
+
+Each compares itself with one CPU process.
 
 A program is a generator: it yields the name of a part and what to run, and gets back what that
 returned. A part that it yields again is warm; the last time counts. Programs of `training.py`,

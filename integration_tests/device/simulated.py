@@ -1,4 +1,4 @@
-"""The simulated accelerator `sim`: built once, registered with torch, with a record of its operations.
+"""The simulated accelerator `sim`: built once, registered with torch, its operations recorded.
 
 Every process with `autoload` (and the root of the repository) on its path registers it when it
 imports torch, as the packages of real accelerators do; so do ranks and scripts that it starts.

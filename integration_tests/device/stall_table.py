@@ -1,4 +1,6 @@
-"""Waits of the host in the main programs, for shoal and for torch's own stack: writes docs/device_stalls.md.
+"""Waits of the host in the main programs, for shoal and for torch's own stack.
+
+It writes docs/device_stalls.md.
 
 `nox -s device -- --table` runs it, in a process that has the simulated accelerator.
 """
@@ -21,21 +23,22 @@ HOST = ("H2D", "D2H", "SYNC")
 KINDS = (*HOST, "RACE", "COLLECTIVE")
 HEAD = f"""# Waits of the host for the device
 
-Written by `nox -s device -- --table` with torch {torch.__version__}; do not edit. The table is about the main
-programs on the [simulated accelerator](accelerators.md), on rank 0 of four ranks, after warm-up. It has the
-copies to the device (H2D) and from it (D2H) for which the host waited, other synchronizations, races and
-collectives. A race is a mistake around a collective or copy: its memory was read, written or freed while it
-ran, or the program never waited for it. Copies for which the host does not wait are in brackets. The columns of
-torch are for the same program on torch's own DTensor, styles, `fully_shard` and `replicate`: "raises" means
-that torch does not run it, "-" that torch does not have the feature.
+Written by `nox -s device -- --table` with torch {torch.__version__}; do not edit. The table is
+about the main programs on the [simulated accelerator](accelerators.md), on rank 0 of four ranks,
+after warm-up. It has the copies to the device (H2D) and from it (D2H) for which the host waited,
+other synchronizations, races and collectives. A race is a mistake around a collective or copy: its
+memory was read, written or freed while it ran, or the program never waited for it. Copies for which
+the host does not wait are in brackets. The columns of torch are for the same program on torch's own
+DTensor, styles, `fully_shard` and `replicate`: "raises" means that torch does not run it, "-" that
+torch does not have the feature.
 """
 MEMORY = """
 ## Memory of the device
 
-KiB that the program has allocated after the forward of the last microbatch (live), and at the peak of the
-backward of that microbatch, which adds to the gradients of an earlier one. Up to half a KiB of each peak of
-`fully_shard` are the flags of the gradients that a rank has. `replicate` does not keep buckets between
-backwards; DDP always does.
+KiB that the program has allocated after the forward of the last microbatch (live), and at the peak
+of the backward of that microbatch, which adds to the gradients of an earlier one. Up to half a KiB
+of each peak of `fully_shard` are the flags of the gradients that a rank has. `replicate` does not
+keep buckets between backwards; DDP always does.
 
 | training | shoal live | peak | torch live | peak |
 |---|---|---|---|---|
@@ -43,15 +46,17 @@ backwards; DDP always does.
 GRAPHS = """
 ## CUDA graphs
 
-A step may be captured where, after warm-up, the host neither waits nor asks whether work is done. Which parts of the
-programs above do, and where; nothing of the kind was seen in: {quiet}. Not seen here, but not captured either: sharded
-random operators on CUDA, which move the offset of their generator (all modes but "local"); a part whose tensors are
-new in each step, unless the allocator of the graph holds them; a backward in which this rank has no gradient for a
-trained parameter, for it then reads whether others have one; `torch.autograd.grad` of parameters of `replicate`, for
-which the ranks agree; and the first attention of a `context_parallel` block, where they compare arguments.
+A step may be captured where, after warm-up, the host neither waits nor asks whether work is done.
+Which parts of the programs above do, and where; nothing of the kind was seen in: {quiet}. Not seen
+here, but not captured either: sharded random operators on CUDA, which move the offset of their
+generator (all modes but "local"); a part whose tensors are new in each step, unless the allocator
+of the graph holds them; a backward in which this rank has no gradient for a trained parameter, for
+it then reads whether others have one; `torch.autograd.grad` of parameters of `replicate`, for which
+the ranks agree; and the first attention of a `context_parallel` block, where they compare
+arguments.
 
-Whether work is done is asked on CPU ranks only, by `lockstep()`, and where a program calls `is_completed()` of a
-`Pending`; none of them belongs into a capture.
+Whether work is done is asked on CPU ranks only, by `lockstep()`, and where a program calls
+`is_completed()` of a `Pending`; none of them belongs into a capture.
 
 | part | kind of wait | line |
 |---|---|---|

@@ -86,7 +86,7 @@ def test_states_of_the_device_are_saved_and_restored() -> None:
 @on_ranks(4)
 def test_generators_of_the_device_are_compared() -> None:
     torch.manual_seed(5)
-    torch.sim.manual_seed(dist.get_rank() // 2)  # type: ignore[attr-defined]  # registered as torch is imported
+    torch.sim.manual_seed(dist.get_rank() // 2)  # type: ignore[attr-defined]  # added to torch
     with pytest.raises(
         RandomStateError, match=r"sim:. generators are out of step: ranks \[0, 1\] agree"
     ):

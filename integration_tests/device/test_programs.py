@@ -1,4 +1,6 @@
-"""The main programs on an accelerator: as on one CPU process, and without a wait of the host that is not listed here.
+"""The main programs on an accelerator: as on one CPU process.
+
+The host does not wait, except where it is listed here.
 
 Covers: {accelerator,topology}.py, {state,draw,fill}.py: what they do on devices that are neither
 the CPU nor CUDA.

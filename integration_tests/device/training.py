@@ -1,4 +1,7 @@
-"""Programs of training: tensor parallelism, data parallelism and both, with accumulation, against one CPU process."""
+"""Programs of training, with accumulation, against one CPU process.
+
+They are tensor parallelism, data parallelism and both.
+"""
 
 from __future__ import annotations
 

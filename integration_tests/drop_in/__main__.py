@@ -1,4 +1,7 @@
-"""`python -m integration_tests.drop_in [AREA ...]`: the differences between both libraries, as a list and a count."""
+"""`python -m integration_tests.drop_in [AREA ...]`: the differences between both libraries.
+
+They are printed as a list and a count.
+"""
 
 from __future__ import annotations
 

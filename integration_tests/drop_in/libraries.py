@@ -19,7 +19,8 @@ LIBRARIES = ("torch", "shoal")
 _TENSOR = "torch.distributed.tensor"
 _HOMES: dict[str, tuple[str, str]] = {
     "DeviceMesh init_device_mesh": ("torch.distributed.device_mesh", "shoal_mesh"),
-    "DTensor distribute_tensor distribute_module Shard Replicate Partial Placement ones empty full rand randn zeros": (
+    "DTensor distribute_tensor distribute_module Shard Replicate Partial Placement "
+    "ones empty full rand randn zeros": (
         _TENSOR,
         "shoal_dtensor",
     ),

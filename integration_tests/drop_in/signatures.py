@@ -1,4 +1,7 @@
-"""Signatures and attributes of the public classes and functions of both libraries, compared without running them."""
+"""Signatures and attributes of the public classes and functions of both libraries.
+
+They are compared without running them.
+"""
 
 from __future__ import annotations
 
@@ -181,7 +184,7 @@ def _attributes(kind: type) -> list[str]:
 
 
 def _parameters(name: str, peer: Any, own: Any) -> Iterator[str]:
-    """Parameters that torch has and shoal has not, at another position, of another kind or default."""
+    """Parameters of torch that shoal lacks or has at another place, of another kind or default."""
     try:
         theirs, ours = inspect.signature(peer).parameters, inspect.signature(own).parameters
     except (ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""Snippets of programs, run with the names of both libraries, and the differences between the two results."""
+"""Snippets of programs, run with both libraries' names, and the differences of the results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ class Snippet:
 
 
 def snippets(*areas: str) -> list[Snippet]:
-    """Those of some areas, or all: blocks of lines between empty ones, with `# differs: ROW` first where they do."""
+    """Those of some areas, or all: blocks of lines between empty ones.
+
+    A block has `# differs: ROW` first where the results do.
+    """
     found = []
     for path in sorted(FOLDER.glob("*.txt")):
         if areas and path.stem not in areas:
@@ -53,10 +56,10 @@ def snippets(*areas: str) -> list[Snippet]:
 def compare(snippet: Snippet) -> str:
     """What differs on this rank: empty, or a kind and both answers.
 
-    Kinds: `refused` (torch answers, shoal raises), `error` (both raise, and shoal's is not an instance
-    of the builtin that torch's is), `values`, `local` (the same global values, and another local
-    part of the same shape), `layout` (the same global values in other parts), `answer` (anything
-    else). What torch refuses and shoal answers is not a difference.
+    Kinds: `refused` (torch answers, shoal raises), `error` (both raise, and shoal's is not an
+    instance of the builtin that torch's is), `values`, `local` (the same global values, and another
+    local part of the same shape), `layout` (the same global values in other parts), `answer`
+    (anything else). What torch refuses and shoal answers is not a difference.
     """
     theirs, ours = _answer(snippet.code, "torch"), _answer(snippet.code, "shoal")
     if isinstance(theirs, Exception):
@@ -73,7 +76,10 @@ def compare(snippet: Snippet) -> str:
 
 
 def _answer(code: str, library: str) -> Any:
-    """What a snippet evaluates to with one library's names, as plain data; or the error that it raises."""
+    """What a snippet evaluates to with one library's names, as plain data.
+
+    If it raises, this is the error.
+    """
     scope = dict(names(library))
     tree = ast.parse(code)
     last: ast.expr | None = None
@@ -95,7 +101,10 @@ def _answer(code: str, library: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A value as data that compares: tensors by shape, dtype and numbers, DTensors also by layout and parts."""
+    """A value as data that compares.
+
+    Tensors compare by shape, dtype and numbers, DTensors also by layout and parts.
+    """
     if isinstance(value, torch.Tensor) and hasattr(value, "placements"):
         tensor: Any = value
         with torch.no_grad():

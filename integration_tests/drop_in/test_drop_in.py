@@ -1,4 +1,4 @@
-"""Covers: drop_in/: shoal returns the results of torch's stack, or docs/differences.md gives the reason."""
+"""Covers: drop_in/: shoal returns the results of torch's stack, or docs/differences.md says why."""
 
 from __future__ import annotations
 

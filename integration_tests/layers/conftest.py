@@ -15,6 +15,9 @@ sys.path += map(str, sorted(Path(__file__).parents[2].glob("packages/*/tests/sup
 
 @pytest.fixture(scope="module", autouse=True)
 def eight_ranks_end_with_their_file() -> Iterator[None]:
-    """Few files need eight ranks. Each of their groups has a thread of gloo that wakes 100 times a second."""
+    """Few files need eight ranks.
+
+    Each of their groups has a thread of gloo that wakes 100 times a second.
+    """
     yield
     rank_pool(8).close()

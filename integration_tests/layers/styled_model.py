@@ -20,6 +20,6 @@ def styled(model: Any, mesh: DeviceMesh) -> Any:
 
 
 def models(mesh: DeviceMesh, make: Callable[[], nn.Module] = Model) -> list[Any]:
-    """A model on one device, and the same with styles over "tensor" (where there are several ranks)."""
+    """A model on one device, and the same with styles over "tensor" if that has several ranks."""
     plain, model = twins(make)
     return [plain, styled(model, mesh) if mesh.shape[1] > 1 else model]

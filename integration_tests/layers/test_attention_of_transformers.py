@@ -1,4 +1,6 @@
-"""Attention of a sharded sequence in models of transformers: positions, padding, recomputation; on real gloo ranks.
+"""Attention of a sharded sequence in models of transformers: positions, padding, recomputation.
+
+The tests run on real gloo ranks.
 
 Covers: shoal_context_parallel/buffers.py.
 """

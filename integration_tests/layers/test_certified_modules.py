@@ -16,7 +16,8 @@ from shoal_mesh import init_device_mesh
 
 AXES = {1: ("tp",), 2: ("dp", "tp")}
 # Programs that compute nothing: torch refuses them on one device (a reentrant checkpoint with
-# inputs, a hook that gets None, an optimizer without parameters), or an error of shoal on all ranks.
+# inputs, a hook that gets None, an optimizer without parameters), or an error of shoal on
+# all ranks.
 REFUSED_ON_ONE_DEVICE = {3, 28, 39, 71, 103}
 REFUSED_ON_RANKS = {
     *(16, 23, 53, 66, 69, 70, 75, 78, 84, 86, 87, 90, 91, 95, 97),

@@ -1,4 +1,7 @@
-"""One step with data axes and axes of experts.  Covers: expert_forward.py, expert_forward.py, fully_shard.py."""
+"""One step with data axes and axes of experts.
+
+Covers: expert_forward.py, expert_forward.py, fully_shard.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Training steps on fake tensors over real groups.  Covers: shoal_data_parallel/{reduction,sharded_parameters}.py."""
+"""Training steps on fake tensors over real groups.
+
+Covers: shoal_data_parallel/{reduction,sharded_parameters}.py.
+"""
 
 from __future__ import annotations
 

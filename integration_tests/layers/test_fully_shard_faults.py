@@ -1,4 +1,6 @@
-"""A rank alone that raises in a step of a model with units and styles, and the step after; on ranks of their own.
+"""A rank alone that raises in a step of a model with units and styles, and the step after.
+
+The tests run on ranks of their own.
 
 Covers: shoal_data_parallel/units/unit_passes.py.
 """

@@ -1,4 +1,6 @@
-"""`fully_shard(shard_optimizer=True)` of modules with styles, against one process, on real gloo ranks.
+"""`fully_shard(shard_optimizer=True)` of modules with styles, against one process.
+
+The tests run on real gloo ranks.
 
 Covers: shoal_data_parallel/units/shared_shards.py, with shoal_tp_styles/plan/parallelize.py.
 """

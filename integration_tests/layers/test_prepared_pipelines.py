@@ -1,4 +1,6 @@
-"""Prepared pipelines whose stages have data axes beside axes of styles, or of replicas; on real gloo ranks.
+"""Prepared pipelines whose stages have data axes beside axes of styles, or of replicas.
+
+The tests run on real gloo ranks.
 
 Covers: shoal_data_parallel/pipeline_stages.py.
 """

@@ -1,4 +1,4 @@
-"""Weights that are tensors of tensors are refused by data parallelism, and stay whole where it ignores them.
+"""Data parallelism refuses weights that are tensors of tensors, or ignores and keeps them whole.
 
 Covers: shoal_data_parallel/parameters/sharded_parameters.py.
 """

@@ -1,4 +1,7 @@
-"""Covers: shoal_tp_styles/modules/recurrent.py, of modules that data parallelism has given a class of its own."""
+"""Covers: shoal_tp_styles/modules/recurrent.py.
+
+Data parallelism has given the modules a class of its own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Random numbers over the shards of a batch are those of one device.  Covers: random_layouts/region.py."""
+"""Random numbers over the shards of a batch are those of one device.
+
+Covers: random_layouts/region.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Losses and norms of a model whose sequence is sharded, alone and times tensor parallelism, against one device.
+"""Losses and norms of a model whose sequence is sharded, against one device.
+
+The sequence is sharded alone and times tensor parallelism.
 
 Covers: shoal_context_parallel/sequence_layout.py, losses/linear_cross_entropy.py,
 modules/own_forward.py.

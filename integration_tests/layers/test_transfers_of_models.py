@@ -28,8 +28,8 @@ pytestmark = needs_hf
 
 QUICK = ["llama", "mixtral", "gpt2"]
 OTHERS = """
-    bloom cohere2 deepseek_v3 falcon gemma2 gpt_neox gpt_oss granitemoe mistral mpt olmo2 opt phi3 qwen2_moe qwen3
-    qwen3_moe starcoder2 stablelm
+    bloom cohere2 deepseek_v3 falcon gemma2 gpt_neox gpt_oss granitemoe mistral mpt olmo2 opt phi3
+    qwen2_moe qwen3 qwen3_moe starcoder2 stablelm
 """
 
 

@@ -1,4 +1,4 @@
-"""Weights from FSDP over tensor and expert parallelism to servers with the loaders of inference engines.
+"""Weights from FSDP over tensor and expert parallelism to servers with inference engines' loaders.
 
 Covers: shoal_transfer.learn, with shoal_data_parallel, shoal_tp_styles and shoal_models.
 """
@@ -131,7 +131,7 @@ def logits_of(model: Any, tokens: Tensor) -> Tensor:
 
 
 def assert_served(model_type: str, tied: bool, by_number: bool) -> None:
-    """After three syncs with steps between, each rank has the bytes of a direct load of the files."""
+    """After three syncs with steps between, each rank has the bytes of a direct load of files."""
     single = build(model_type, tied)
     trainer = parallel(single)
     seat = Seat(dist.get_rank(), dist.get_world_size(), by_number)

@@ -116,7 +116,7 @@ GATHERED = ColwiseParallel(output_layouts=Replicate())
 IN_OTHER_ORDER: dict[str, tuple[Callable[[], nn.Module], Any, Callable[[], Tensor]]] = {
     **{
         f"encoder, {batch_first=}, {rows} rows": (
-            lambda batch_first=batch_first: encoder(batch_first=batch_first),  # type: ignore[misc]  # a case
+            lambda batch_first=batch_first: encoder(batch_first=batch_first),  # type: ignore[misc]
             {
                 "self_attn": HeadParallel(),
                 "linear1": ColwiseParallel(),
@@ -235,7 +235,10 @@ def test_attention_drops_as_on_one_device(heads: tuple[int, int], by: str) -> No
 
 
 class Sinks(Attention):
-    """Attention with a weight per head that the scores are compared with; a parameter holds them."""
+    """Attention with a weight per head that the scores are compared with.
+
+    A parameter holds them.
+    """
 
     def __init__(self, heads: int) -> None:
         super().__init__(heads, heads, "hand")
@@ -364,7 +367,7 @@ def batch(dim: int = 0) -> PrepareModuleInput:
 
 
 class Folded(nn.Module):
-    """Rows and steps of a sequence in one dim, of which each rank along the sequence has several runs."""
+    """Rows and steps of a sequence in one dim; each rank along the sequence has several runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -560,7 +563,10 @@ def test_checkpointed_functions_that_draw_are_refused() -> None:
 
 
 class Fused(nn.Module):
-    """A gated projection whose two blocks drop on their own; dropout without a style beside them is run again."""
+    """A gated projection whose two blocks drop on their own.
+
+    Dropout without a style beside them is run again.
+    """
 
     def __init__(self) -> None:
         super().__init__()

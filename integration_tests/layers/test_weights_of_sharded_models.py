@@ -1,4 +1,6 @@
-"""Weights of models that are sharded over data and tensor axes, written as files and copied to other ranks.
+"""Weights of models that are sharded over data and tensor axes.
+
+They are written as files and copied to other ranks.
 
 Covers: shoal_models/weights/saving.py, shoal_transfer/running/copy_weights.py.
 """

@@ -1,4 +1,7 @@
-"""Every public name of torch's four modules exists in shoal, and takes the same arguments under the same names."""
+"""Every public name of torch's four modules exists in shoal.
+
+It takes the same arguments under the same names.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ ELSEWHERE = {"context_parallel": "shoal_context_parallel"}
 
 
 def public(module: Any) -> list[str]:
-    """The names that a module is used for: its `__all__`, else the classes and functions that live under it."""
+    """The names that a module is used for.
+
+    They are its `__all__`, else the classes and functions that live under it.
+    """
     if hasattr(module, "__all__"):
         return list(module.__all__)
     found = []

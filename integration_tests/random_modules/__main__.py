@@ -1,4 +1,7 @@
-"""Hunt: `nox -s hunt -- integration_tests.random_modules FIRST COUNT [--shrink]`; outcomes go to out/ as JSON lines."""
+"""Hunt: `nox -s hunt -- integration_tests.random_modules FIRST COUNT [--shrink]`.
+
+Outcomes go to out/ as JSON lines.
+"""
 
 import json
 import sys

@@ -1,4 +1,6 @@
-"""The modules that random models are built of: (batch, sequence, features) in and out, deterministic in eval mode.
+"""The modules that random models are built of: (batch, sequence, features) in and out.
+
+They are deterministic in eval mode.
 
 Each is written as its users write it, with views by `-1` where a head count may be local under a
 style.
@@ -232,7 +234,7 @@ class Views(nn.Module):
 
 
 class Einsum(nn.Module):
-    """Bare parameters, a product in Einstein's notation, position embeddings from a buffer of indices."""
+    """Bare parameters, a product in Einstein's notation, positions from a buffer of indices."""
 
     positions: Tensor
 

@@ -1,4 +1,6 @@
-"""Edges of a training: values out of range, layouts passed on, other settings, half numbers, watched calls.
+"""Edges of a training.
+
+They are values out of range, layouts passed on, other settings, half numbers, watched calls.
 
 `with_edges` adds them to a program. They are drawn apart from the program, so that a seed has the
 same model, plan and optimizer with edges and without.
@@ -36,7 +38,8 @@ from shoal_mesh import abstract_mesh
 __all__ = ["EdgeRun", "with_edges", "without_watcher"]
 
 CHANCE = 0.3
-# Largest difference beside the largest value, for numbers that went through float32 and through half.
+# Largest difference beside the largest value, for numbers that went through float32 and
+# through half.
 SINGLE, HALF = 1e-3, 0.1
 Call = Callable[[Run, nn.Module], Any]
 
@@ -61,7 +64,8 @@ def without_watcher(program: Program) -> Program:
     return replace(program, features=tuple(kept))
 
 
-# --- values out of range, on all ranks: a rank without them would go on ----------------------------
+# --- values out of range, on all ranks: a rank without them would go on
+# ----------------------------
 
 
 def _logits(run: Run, model: nn.Module) -> Any:
@@ -342,7 +346,8 @@ class EdgeRun(Run):
         loss.backward()  # type: ignore[no-untyped-call]  # torch does not type it
         grads = {n: full_tensor(p.grad) for n, p in model.named_parameters() if p.grad is not None}
         self.note(f"{name} trained", sorted(grads))
-        # Beside the largest gradient of all: some are zero in exact numbers, and rounding elsewhere.
+        # Beside the largest gradient of all: some are zero in exact numbers, and rounding
+        # elsewhere.
         joined = torch.cat([grads[n].flatten() for n in sorted(grads)])
         self.note_narrow(f"{name} gradients", joined, tolerance)
 

@@ -1,4 +1,7 @@
-"""A program: a model, how it is placed on a mesh, and how it is trained, as plain values that print themselves."""
+"""A program, as plain values that print themselves.
+
+It is a model, how it is placed on a mesh, and how it is trained.
+"""
 
 from __future__ import annotations
 

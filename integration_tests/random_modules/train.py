@@ -47,7 +47,10 @@ FEATURES = {
     "zero": "gradients are set to zero, not to None",
     "functional": "the model is called by torch.func.functional_call",
     "grad": "gradients come from torch.autograd.grad",
-    "inputs": "gradients come from backward(inputs=...): all, halves (one after the other, as split schedules do)",
+    "inputs": (
+        "gradients come from backward(inputs=...): all, halves (one after the other, as split "
+        "schedules do)"
+    ),
     "read": "the optimizer's state is read before every step",
     "scope": "forward is in a scope of shoal's (`SCOPES`), backward too, or (after) behind it",
     "closure": "the optimizer is given a closure",
@@ -59,7 +62,10 @@ FEATURES = {
 
 @contextmanager
 def _replicated() -> Iterator[None]:
-    """What plans of plain tensors and DTensors mixed promise of the plain ones is often not so: ranks compare them."""
+    """Plans of plain tensors and DTensors mixed promise things of the plain ones.
+
+    They are often not so, therefore ranks compare them.
+    """
     with implicit_replication(), checked_replicas():
         yield
 

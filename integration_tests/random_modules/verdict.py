@@ -22,7 +22,9 @@ AXES = {1: ("tp",), 2: ("dp", "tp")}
 
 
 def verdict(program: Program) -> str:
-    """One rank's part: "" if right, else `refused: Type: ...`, `wrong: ...`, `error: ...`, or `void: ...`.
+    """One rank's part: "" if right.
+
+    Else it is `refused: Type: ...`, `wrong: ...`, `error: ...`, or `void: ...`.
 
     Void is a program that one device does not run either, or whose numbers on one device follow the
     last bit.
@@ -60,7 +62,10 @@ def _finite(value: Any) -> bool:
 
 
 def _difference(plain: EdgeRun, sharded: EdgeRun) -> str:
-    """The first thing that differs; everything is gathered first, so that ranks stay in step whatever differs."""
+    """The first thing that differs.
+
+    Everything is gathered first, so that ranks stay in step whatever differs.
+    """
     whole = {n: full_tensor(v) for n, v in sharded.seen.items()}
     odd = sorted(set(whole) ^ set(plain.seen))
     if odd:
@@ -72,7 +77,10 @@ def _difference(plain: EdgeRun, sharded: EdgeRun) -> str:
 
 
 def _unlike(one: Any, other: Any, tolerance: float | None) -> str:
-    """How two values differ; of narrower numbers by more than a tolerance beside the largest one."""
+    """How two values differ.
+
+    Narrower numbers differ by more than a tolerance beside the largest one.
+    """
     one, other = (torch.as_tensor(v) if isinstance(v, int | float) else v for v in (one, other))
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return "" if one == other else f"expected {one!s:.200}, got {other!s:.200}"

@@ -1,6 +1,7 @@
 """Hunt: `nox -s hunt -- integration_tests.random_training FIRST COUNT [--fresh] [--stops]`.
 
-With `--fresh`, each training goes on in new processes; with `--stops`, one rank stops in the middle.
+With `--fresh`, each training goes on in new processes; with `--stops`, one rank stops in
+the middle.
 """
 
 import sys

@@ -9,7 +9,8 @@ from random import Random
 KINDS = ("mlp", "norm", "attention", "optional", "scaled", "shared", "inner")
 PARALLEL = ("fully_shard", "hybrid", "replicate", "optimizer shards")
 EVENTS = (
-    "evaluate", "unshard", "fault", "copy", "state", "parameters", "twice", "keep zeros", "freeze", "double",
+    "evaluate", "unshard", "fault", "copy", "state", "parameters", "twice", "keep zeros",
+    "freeze", "double",
 )  # fmt: skip
 
 
@@ -33,8 +34,8 @@ class Program:
         events: what happens besides, by step.
         uses: by microbatch and data rank, whether optional blocks are used.
         optimizer: its name; `clip` a norm, or 0.
-        resume: the step before which a new model and a new optimizer load what was saved; `resume_mesh`
-            the sizes of the mesh that they are on.
+        resume: the step before which a new model and a new optimizer load what was saved;
+            `resume_mesh` the sizes of the mesh that they are on.
     """
 
     seed: int

@@ -1,4 +1,4 @@
-"""Programs that stop before a random step, and go on in new processes, on another mesh and other ranks."""
+"""Programs that stop before a random step, and go on in new processes on another mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainings in which one rank raises, or returns, in the middle: all other ranks end in a typed error."""
+"""Trainings in which one rank raises or returns in the middle: the others end in a typed error."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class Stop:
     Attributes:
         rank: the rank.
         batch: the microbatch.
-        place: in its forward, in its backward, after its backward, or instead of the save of a resume.
+        place: in its forward, in its backward, after its backward, or instead of the save
+            of a resume.
         block: the block in whose forward or backward it ends.
         raises: whether the rank raises an error then; otherwise it returns.
     """

@@ -48,7 +48,10 @@ class Fault(Exception):
 
 
 def verdict(program: Program) -> str:
-    """One rank's part: "" if right, else `refused: Type: ...`, `wrong: ...`, `error: ...`, or `void: ...`."""
+    """One rank's part: "" if right.
+
+    Else it is `refused: Type: ...`, `wrong: ...`, `error: ...`, or `void: ...`.
+    """
     expected = Training(program, None)
     try:
         expected.run()
@@ -79,7 +82,8 @@ def difference(expected: Sequence[tuple[str, Any]], got: Sequence[tuple[str, Any
         if name != other_name or (one is None) is not (other is None):
             return f"wrong: {name}: {'no' if other is None else 'a'} value of {other_name}"
         if one is not None and not torch.allclose(one, other, rtol=1e-7, atol=1e-9):
-            return f"wrong: {name}: up to {(one - other).abs().max().item():.3g} of {one.abs().max().item():.3g}"
+            gap = (one - other).abs().max().item()
+            return f"wrong: {name}: up to {gap:.3g} of {one.abs().max().item():.3g}"
     return ""
 
 
@@ -290,7 +294,7 @@ class Training:
         return optimizer
 
     def _losses(self, number: int, where: str = "") -> list[Tensor]:
-        """The losses of the parts of a batch that are computed here: one on a mesh, all on one device."""
+        """The losses of the batch's parts computed here: one on a mesh, all on one device."""
         tokens, targets = batch_of(self.program, number)
         uses = self.program.uses[number % len(self.program.uses)]
         parts = [*zip(tokens.chunk(self.parts), targets.chunk(self.parts), uses, strict=False)]
