@@ -1,4 +1,6 @@
-"""Checks before the first collective: parameters that differ between ranks, or are on the meta device.
+"""Checks before the first collective.
+
+Parameters differ between ranks, or are on the meta device.
 
 Covers: agreement.py.
 """

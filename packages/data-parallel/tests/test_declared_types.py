@@ -1,4 +1,7 @@
-"""Covers: declared_types.py, parameters/gathered_types.py: types of the parameters that modules see."""
+"""Types of the parameters that modules see.
+
+Covers: declared_types.py, parameters/gathered_types.py.
+"""
 
 from __future__ import annotations
 

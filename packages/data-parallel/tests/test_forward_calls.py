@@ -1,4 +1,6 @@
-"""Calls of users on parameters inside of a forward, hooks, and draws of a batch: against one device, on gloo ranks.
+"""Calls of users on parameters inside of a forward, hooks, and draws of a batch.
+
+They are compared with one device, on gloo ranks.
 
 Covers: leaf_hooks.py, unit.py, unit_passes.py, equal_rows.py, written_values.py.
 """
@@ -35,7 +37,7 @@ class Shifted(nn.Module):
 
 
 class Parametrized(nn.Module):
-    """LoRA on a parameter: a parametrization that lives for one forward, as peft's `target_parameters`."""
+    """LoRA on a parameter: a parametrization for one forward, as peft's `target_parameters`."""
 
     def __init__(self, *, frozen: bool = True) -> None:
         super().__init__()
@@ -119,7 +121,10 @@ def over_data(model: Any, how: str, data: Any) -> Any:
 @pytest.mark.parametrize("kind", MODULES)
 @on_ranks(2)
 def test_forwards_that_change_their_module_are_those_of_one_device(kind: str, how: str) -> None:
-    """Units said that gathered parameters were written to, or that these are not leaves; draws were refused."""
+    """Units said that gathered parameters were written to, or that these are not leaves.
+
+    Draws were refused.
+    """
     data = mesh_of(2, 1)["data"]
     torch.manual_seed(0)
     plain: Any = nn.Sequential(MODULES[kind](), nn.Linear(6, 3)).double()
@@ -244,7 +249,7 @@ class Masked(nn.Module):
 def test_ranks_that_read_equal_rows_are_named(
     block: Callable[[], AbstractContextManager[None]], how: str
 ) -> None:
-    """Ranks along a data axis trained on the same rows, in silence: a DataLoader without a sampler."""
+    """Ranks along a data axis silently trained on the same rows: a DataLoader without a sampler."""
     mesh = mesh_of(2, 2)
     model: Any = over_data(Masked(), how, mesh["data"])
     mask = torch.ones(3, 4, dtype=torch.bool)
@@ -270,7 +275,10 @@ def test_ranks_that_read_equal_rows_are_named(
 
 @on_ranks(2)
 def test_post_accumulate_hooks_run_where_a_gradient_is_accumulated() -> None:
-    """In passes that reduce nothing they were called too, without a gradient or with that of an earlier pass."""
+    """In passes that reduce nothing they were called too.
+
+    They got no gradient, or the gradient of an earlier pass.
+    """
     data = mesh_of(2, 1)["data"]
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     for unit in (model[0], model):
@@ -326,7 +334,10 @@ TRANSFORMS: dict[str, Callable[[Any, Tensor], Any]] = {
 @pytest.mark.parametrize("how", ["replicas", "optimizer", "one unit", "units"])
 @on_ranks(2)
 def test_transforms_are_those_of_one_device(how: str) -> None:
-    """A unit's hooks, which transforms forbid, ended in an internal error of torch, hidden by the cleanup."""
+    """A unit's hooks, which transforms forbid, ended in an internal error of torch.
+
+    The cleanup hid the error.
+    """
     data = mesh_of(2, 1)["data"]
     torch.manual_seed(0)
     plain: Any = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()

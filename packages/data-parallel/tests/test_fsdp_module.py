@@ -1,4 +1,6 @@
-"""Methods of sharded modules: each test fails if the body of its method is `pass`; on real gloo ranks.
+"""Methods of sharded modules: each test fails if the body of its method is `pass`.
+
+The tests run on real gloo ranks.
 
 Covers: {fsdp_module,communication,gathered,gradient_group,unit_settings}.py.
 """
@@ -60,7 +62,10 @@ from shoal_mesh.testing import counts, fake_world, on_ranks
 
 
 def sharded(mesh: DeviceMesh, **options: Any) -> tuple[Any, Any]:
-    """A model on one device, and the same in units of its blocks and of the rest; dims leave uneven shards."""
+    """A model on one device, and the same in units of its blocks and of the rest.
+
+    Its dims leave uneven shards.
+    """
     plain, model = twins(lambda: Model(6, 2))
     for block in model.blocks:
         fully_shard(block, mesh["data"], **options)
@@ -759,7 +764,7 @@ class Net(nn.Module):
 @pytest.mark.parametrize("loss", ["of all ranks", "of each rank"])
 @on_ranks(4, timeout=120)
 def test_data_axes_of_a_whole_mesh(loss: str, dims: str) -> None:
-    """Parameters on the whole mesh: sharded over axes of it, with a gradient of the mean of a batch."""
+    """Parameters on the whole mesh: sharded over some axes, with a gradient of a batch's mean."""
     shapes: dict[str, tuple[tuple[int, ...], tuple[str, ...], DataParallelMeshDims]] = {
         "shard": ((2, 2), ("data", "tensor"), DataParallelMeshDims(shard="data")),
         "both": ((2, 2), ("replica", "data"), DataParallelMeshDims("data", "replica")),

@@ -1,4 +1,6 @@
-"""`fully_shard` against one device, on real gloo ranks: values, gradients, collectives, memory, faults.
+"""`fully_shard` against one device, on real gloo ranks.
+
+Compared are values, gradients, collectives, memory and faults.
 
 Covers: fully_shard.py, leaf_checks.py, policies.py, _torch.py, and what they are made of.
 """
@@ -120,7 +122,7 @@ def test_a_parameter_that_two_modules_share_stays_one() -> None:
 
 
 class Branching(nn.Module):
-    """One block twice in each of two branches, a block that odd ranks leave out, and one that all do."""
+    """One block twice in each of two branches, one that odd ranks skip, and one that all do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -357,7 +359,8 @@ def test_evaluation_holds_nothing_and_follows_the_optimizer() -> None:
     plain, model = pair(mesh)
     tokens, _ = batch(0)
     gathered: list[Tensor] = []
-    # The head is in the outermost unit, which stays gathered after a forward that records gradients.
+    # The head is in the outermost unit, which stays gathered after a forward that records
+    # gradients.
     model.head.register_forward_hook(lambda head, _, out: gathered.append(head.weight.detach()))
     model(tokens)
     assert gathered.pop().untyped_storage().nbytes() > 0

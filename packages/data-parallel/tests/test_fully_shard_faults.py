@@ -1,4 +1,6 @@
-"""A rank alone that raises in a step of `fully_shard` or `replicate`, and the step after; on ranks of their own.
+"""A rank alone that raises in a step of `fully_shard` or `replicate`, and the step after.
+
+The tests run on ranks of their own.
 
 Covers: unit_passes.py, gradient_buckets.py.
 """

@@ -1,4 +1,6 @@
-"""Modules of which parts are frozen, adapted, or on axes of their own, under `fully_shard`; on real gloo ranks.
+"""Modules of which parts are frozen, adapted, or on axes of their own, under `fully_shard`.
+
+The tests run on real gloo ranks.
 
 Covers: unit.py, reduction.py.
 """
@@ -42,7 +44,10 @@ def test_adapters_of_a_frozen_model_train_as_on_one_device(shard: Any) -> None:
 
 
 class Experts(nn.Module):
-    """Experts whose weights are one parameter; of each rank along an axis, those that it holds see all rows of it."""
+    """Experts whose weights are one parameter.
+
+    The experts that a rank along an axis holds see all rows of the axis.
+    """
 
     axis: tuple[DeviceMesh, int] | None = None
 

@@ -1,4 +1,6 @@
-"""`fully_shard` with the rest of a training stack: compiler, initialization, checkpoints, dtypes; on real gloo ranks.
+"""`fully_shard` with the rest of a training stack: compiler, initialization, checkpoints, dtypes.
+
+The tests run on real gloo ranks.
 
 Covers: {reduction,sharded_parameters,schedule}.py.
 """
@@ -88,7 +90,10 @@ class TwoLinears(nn.Module):
 def test_gradients_that_inputs_leave_partial_or_sharded(
     placed: tuple[Placement, Placement], replicates: bool
 ) -> None:
-    """Of parameters that are replicated along "tensor": kept ones, and those that only one data-parallel rank has."""
+    """Parameters that are replicated along "tensor".
+
+    They are kept ones, and those that only one data-parallel rank has.
+    """
     mesh = mesh_of(2, 2)
     plain, model = TwoLinears(), TwoLinears()
     for layer in (model.first, model.second):

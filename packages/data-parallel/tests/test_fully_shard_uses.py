@@ -1,4 +1,6 @@
-"""`fully_shard` in uses beyond one forward, one backward and one step; on real gloo ranks, against one device.
+"""`fully_shard` in uses beyond one forward, one backward and one step.
+
+The tests run on real gloo ranks, against one device.
 
 Covers: {unit_passes,unit_backward,fully_shard}.py.
 """
@@ -559,7 +561,7 @@ def test_containers_and_uneven_resharding_are_refused() -> None:
 
 
 class Experts(nn.Module):
-    """Two experts whose weights are one parameter, one of them on each rank of an axis of their own."""
+    """Two experts whose weights are one parameter, one on each rank of an axis of their own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -780,7 +782,10 @@ def test_selective_checkpoints_see_the_operators_of_the_function_alone(kind: str
 @pytest.mark.parametrize("kind", ["one unit", "units", "replicas"])
 @on_ranks(2)
 def test_parameters_beside_dtensors_get_the_whole_gradient(kind: str) -> None:
-    """Rows as a DTensor: each rank computes its part of the gradient of the whole, of which no mean must be made."""
+    """Rows as a DTensor: each rank computes its part of the whole gradient.
+
+    No mean must be made of the parts.
+    """
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()

@@ -1,4 +1,7 @@
-"""Covers: parameters/{gather_extensions,shards_to_send}.py: parameters whose class chooses the gathered tensors."""
+"""Parameters whose class chooses the gathered tensors.
+
+Covers: parameters/{gather_extensions,shards_to_send}.py.
+"""
 
 # mypy: allow-untyped-calls
 # Torch gives `backward` and the constructors of tensor subclasses no types.

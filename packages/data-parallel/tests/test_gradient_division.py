@@ -1,4 +1,4 @@
-"""Division of gradients: rows of docs/how-to/divide-gradients.md on real gloo ranks, against one process.
+"""Rows of docs/how-to/divide-gradients.md on real gloo ranks, against one process.
 
 Covers: {global_losses,reducer}.py.
 """
@@ -81,7 +81,10 @@ def flat(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def global_contrast(model: Any, mesh: DeviceMesh, *, explicit: bool = False) -> Any:
-    """The loss of all pairs as a DTensor; the temperature meets it as a plain tensor, or as a DTensor."""
+    """The loss of all pairs as a DTensor.
+
+    The temperature meets it as a plain tensor, or as a DTensor.
+    """
     ranks = flat(mesh)
     image, text, scale = model(*rows_of(mesh))
     image, text = (DTensor.from_local(rows, ranks, [Shard(0)]) for rows in (image, text))
@@ -138,7 +141,10 @@ def test_kept_gradients_of_another_kind_of_loss_are_an_error(how: str) -> None:
 @pytest.mark.parametrize("how", ["replicas", "units"])
 @on_ranks(4)
 def test_a_plain_loss_of_unknown_kind_is_an_error(how: str) -> None:
-    """`full_tensor().backward()` may be added to a loss of this rank's own rows: the sum was n times too small."""
+    """`full_tensor().backward()` may be added to a loss of this rank's own rows.
+
+    The sum was n times too small.
+    """
     mesh, plain, model = over_data(how)
     loss = global_contrast(model, mesh).full_tensor()
     with pytest.raises(StyleError, match=r"set_gradient_divide_factor\(1\) where"):
@@ -191,7 +197,10 @@ def test_losses_of_each_rank(how: str, loss: str) -> None:
 @pytest.mark.parametrize("factor", [None, 1])
 @on_ranks(4)
 def test_an_auxiliary_loss_of_all_ranks(how: str, factor: float | None) -> None:
-    """Its gradient is that of the sum of the ranks' values: with a factor of 1 it is divided by the number of ranks."""
+    """Its gradient is the gradient of the sum of the ranks' values.
+
+    With a factor of 1 it is divided by the number of ranks.
+    """
     mesh, plain, model = over_data(how)
     set_factor(model, factor)
     plain(*inputs())[0].mean(0).square().sum().backward()

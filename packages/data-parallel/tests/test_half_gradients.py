@@ -1,4 +1,7 @@
-"""Covers: reduction.py: gradients of half types near the ends of their range are averaged without leaving it."""
+"""Gradients of half types near the ends of their range are averaged without leaving it.
+
+Covers: reduction.py.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,10 @@ def test_gradients_near_the_ends_of_the_range(way: str, dtype: torch.dtype, valu
 
 
 def _step(way: str, dtype: torch.dtype, value: float) -> tuple[Tensor, int]:
-    """The averaged gradient of one step whose local gradients are all `value`, and how many collectives it took."""
+    """The averaged gradient of one step, and how many collectives it took.
+
+    All local gradients are `value`.
+    """
     layer = _data_parallel(way, dtype)
     x = torch.full((1, 4), value, dtype=torch.float32 if way == "mixed precision" else dtype)
     if way == "kept gradients":

@@ -1,4 +1,7 @@
-"""Covers: unit_passes.py, gradient_buckets.py: tensors without users are freed, tensors of a graph are not."""
+"""Tensors without users are freed, tensors of a graph are not.
+
+Covers: unit_passes.py, gradient_buckets.py.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,7 @@ def references(how: str, use: Callable[[nn.Module], None]) -> list[ref[Any]]:
 
 @pytest.fixture(autouse=True, scope="module")
 def older_objects() -> Iterator[None]:
-    """Half a million objects of before the tests, which the 70 collections of this file do not visit."""
+    """Half a million objects of before the tests, which this file's 70 collections do not visit."""
     gc.collect()
     gc.freeze()
     yield

@@ -122,13 +122,15 @@ def test_steps_of_a_pipeline_are_those_of_one_device(name: str, kind: str) -> No
 
 
 # All-gathers of a rank in a step of 8 microbatches, with 2 blocks a stage: units stay gathered from
-# forward to backward (`reshard_after_forward=False`), or not. Torch's `fully_shard` gathers as often.
+# forward to backward (`reshard_after_forward=False`), or not. Torch's `fully_shard` gathers
+# as often.
 #
-# Peaks of a step of ScheduleLoopedBFS that keeps units gathered (blocks of 256 features, 2 a stage),
-# by torch.profiler: 10.265 MB on ranks 0 and 1, 10.279 on 2 and 3, in backward. Torch's backward has
-# the same peaks or 11.8, where a gather's buffer is freed late, and its gathers have peaks of 10.541.
-# VmHWM of the process is 0.1 MB higher (9.86 beside 9.75) in the second step only; from the third
-# step on both are 9.6 to 9.8. Counted allocations are equal, so it is no tensor that could be freed.
+# Peaks of a step of ScheduleLoopedBFS that keeps units gathered (blocks of 256 features, 2 a
+# stage), by torch.profiler: 10.265 MB on ranks 0 and 1, 10.279 on 2 and 3, in backward. Torch's
+# backward has the same peaks or 11.8, where a gather's buffer is freed late, and its gathers have
+# peaks of 10.541. VmHWM of the process is 0.1 MB higher (9.86 beside 9.75) in the second step only;
+# from the third step on both are 9.6 to 9.8. Counted allocations are equal, so it is no tensor that
+# could be freed.
 GATHERS: dict[str, tuple[int, int]] = {
     "ScheduleGPipe": (2, 18),
     "Schedule1F1B": (2, 18),

@@ -144,7 +144,10 @@ def test_gradients_that_arrive_in_several_turns(bucket_bytes: int, shard_optimiz
 
 
 class Branching(nn.Module):
-    """A block that odd ranks leave out, one that all do, and one that is used outside of the module's forward."""
+    """A block that odd ranks leave out, one that all do, and one that is used elsewhere.
+
+    The last one is used outside of the module's forward.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -331,7 +334,10 @@ class Towers(nn.Module):
 def test_replicated_modules_of_which_ranks_use_different_parameters(
     nested: bool, shard_optimizer: bool
 ) -> None:
-    """Each reduces its own; in another order on every rank, gradients of one would be those of the other."""
+    """Each reduces its own.
+
+    In another order on every rank, gradients of one would be those of the other.
+    """
     mesh = mesh_of(4, 1)
     plain, model = twins(Towers)
     for tower in model.towers:
@@ -526,7 +532,8 @@ def test_one_reduction_for_each_bucket_beside_backward(shard_optimizer: bool) ->
         size <= SMALL or len(b.parameters) == 1
         for size, b in zip(sizes, buckets(model), strict=True)
     )
-    # The scalar does not have shards: with those of the others, its bucket takes a second collective.
+    # The scalar does not have shards: with those of the others, its bucket takes a second
+    # collective.
     assert counted.get_total_counts() == len(sizes) + shard_optimizer > 10
     # before the first layer's backward all but its own and the number's
     assert began[0] >= len(sizes) - 3

@@ -1,4 +1,4 @@
-"""Collectives as a user may write them, for `set_custom_all_gather` and `set_custom_reduce_scatter`."""
+"""Collectives as users write them for `set_custom_all_gather` and `set_custom_reduce_scatter`."""
 
 from __future__ import annotations
 

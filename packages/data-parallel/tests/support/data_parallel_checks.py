@@ -1,4 +1,7 @@
-"""Checks of data-parallel models, with and without styles; the first argument is the model on one device."""
+"""Checks of data-parallel models, with and without styles.
+
+The first argument is the model on one device.
+"""
 
 from __future__ import annotations
 
@@ -224,7 +227,10 @@ def replicas_are_filled(plain: Any, model: Any, mesh: DeviceMesh) -> None:
 
 
 def replicas_outlive_a_fault(plain: Any, model: Any, mesh: DeviceMesh, kept: bool) -> None:
-    """A backward that raises leaves gradients as they were; kept ones, to which it has added, have to be dropped."""
+    """A backward that raises leaves gradients as they were.
+
+    Kept gradients, to which it has added, have to be dropped.
+    """
     held = list(model.parameters())
     batches = [batch(0), batch(1)]
     for tokens, targets in batches:
@@ -258,7 +264,10 @@ FULL = StateDictOptions(full_state_dict=True)
 def full_state_dicts_load(
     kind: str, parallel: Callable[[Any, DeviceMesh], Any] | None = None
 ) -> None:
-    """Full state dicts go to one device and to other degrees; `parallel` makes a model parallel along "tensor"."""
+    """Full state dicts go to one device and to other degrees.
+
+    `parallel` makes a model parallel along "tensor".
+    """
 
     def built(mesh: DeviceMesh | None, seed: int) -> tuple[Any, torch.optim.Optimizer]:
         torch.manual_seed(seed)

@@ -56,7 +56,10 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Tokens to logits; dims of 10 and 13 leave uneven and empty shards, and one parameter is a number."""
+    """Tokens to logits.
+
+    Dims of 10 and 13 leave uneven and empty shards, and one parameter is a number.
+    """
 
     def __init__(
         self, dim: int = 10, blocks: int = 3, tied: bool = False, recompute: bool | None = None
@@ -97,7 +100,7 @@ def twins(make: Callable[[], nn.Module] = Model) -> list[Any]:
 
 
 class Adapted(nn.Module):
-    """A frozen Linear and two small trained ones beside it, as libraries of adapters make of a Linear."""
+    """A frozen Linear and two small trained ones beside it, as libraries of adapters make."""
 
     def __init__(self, base: nn.Linear, rank: int = 3) -> None:
         super().__init__()
