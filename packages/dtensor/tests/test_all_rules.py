@@ -171,7 +171,10 @@ LISTED: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
 
 
 def attention(op: Any) -> Any:
-    """What a fused attention operator computes, from plain ones; the rest of its results is bookkeeping."""
+    """What a fused attention operator computes, from plain ones.
+
+    The rest of its results is bookkeeping.
+    """
     names, name, returned = (
         [a.name for a in op._schema.arguments],
         op._schema.name,
@@ -441,7 +444,10 @@ WHOLE = {
 
 @cache
 def known() -> Calls:
-    """Calls of every overload for which some are listed here or recorded; listed ones come first, then large ones."""
+    """Calls of every overload for which some are listed here or recorded.
+
+    Listed ones come first, then large ones.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = recorded(all_rules.TABLE, samples=3, per_op=6)
@@ -473,7 +479,10 @@ def name_of(op: Any) -> str:
 
 
 def check(op: Any, count: int, enough: int, **options: Any) -> tuple[int, list[str]]:
-    """How many cases of up to `enough` calls with rows ran, and what was wrong or declares traffic for nothing."""
+    """How many cases of up to `enough` calls with rows ran, and what was wrong.
+
+    A call that declares traffic for nothing is wrong too.
+    """
     checked, wrong, name = 0, [], name_of(op)
     kernel = next((make(op) for part, make in STAND_IN.items() if part in name), None)
     for call in calls_of(op, count):

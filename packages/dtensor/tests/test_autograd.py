@@ -1,4 +1,7 @@
-"""Covers: tensor/autograd.py (Redistribute): gradients of redistributions, twice, in dtypes, from mesh to mesh."""
+"""Gradients of redistributions, twice, in dtypes, from mesh to mesh.
+
+Covers: tensor/autograd.py (Redistribute).
+"""
 
 from __future__ import annotations
 

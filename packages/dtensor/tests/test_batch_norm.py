@@ -1,4 +1,7 @@
-"""Covers: rules/nn/norms.py: running statistics of any layout, gradients that are wanted one by one."""
+"""Running statistics of any layout, gradients that are wanted one by one.
+
+Covers: rules/nn/norms.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Overlap, coverage and grids of boxes against brute force on small index sets.  Covers: layout/boxes.py."""
+"""Overlap, coverage and grids of boxes against brute force on small index sets.
+
+Covers: layout/boxes.py.
+"""
 
 from __future__ import annotations
 

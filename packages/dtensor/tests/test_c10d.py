@@ -1,4 +1,7 @@
-"""Covers: dispatch/composites.py, _torch/operators.py: collectives of torch.distributed on shards, or refused."""
+"""Collectives of torch.distributed on shards, or refused.
+
+Covers: dispatch/composites.py, _torch/operators.py.
+"""
 
 # mypy: allow-untyped-calls
 # Torch gives `backward` and some of its functions no types.
@@ -74,7 +77,10 @@ def test_functional_collectives() -> None:
 
 @on_ranks(4)
 def test_parameters_broadcast_in_buckets() -> None:
-    """As ZeroRedundancyOptimizer and DistributedDataParallel do: one flat tensor, copied back afterwards."""
+    """One flat tensor, copied back afterwards.
+
+    ZeroRedundancyOptimizer and DistributedDataParallel do this.
+    """
     mesh = _mesh()
     for placement in (Shard(0), Replicate()):
         weights: list[Any] = [_own(mesh, placement), _own(mesh, placement)]

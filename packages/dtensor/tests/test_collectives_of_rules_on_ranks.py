@@ -28,7 +28,7 @@ def real(*shape: int, seed: int = 0) -> Tensor:
 
 
 class Case(NamedTuple):
-    """An operator, its global tensors, how they lie along one mesh axis, and which collectives may run."""
+    """An operator, its global tensors, their layout along a mesh axis, and allowed collectives."""
 
     run: Callable[..., Any]
     tensors: Sequence[Tensor]

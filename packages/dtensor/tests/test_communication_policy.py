@@ -160,7 +160,10 @@ def test_a_collective_that_no_rule_declares_is_refused(mesh: DeviceMesh) -> None
 
 
 def _forbidden_anywhere(mesh: DeviceMesh, calls: list[Any]) -> tuple[set[str], set[str], list[str]]:
-    """Run calls freely, then where communication is forbidden: which need it, which are refused, which leak."""
+    """Run calls freely, then where communication is forbidden.
+
+    Return which need it, which are refused, which leak.
+    """
     # the first draw of a mesh compares generators, the next does not
     count_as_checked(mesh)
     needing, refused, leaks = set(), set(), []

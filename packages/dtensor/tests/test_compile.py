@@ -171,7 +171,10 @@ def test_the_mesh_of_a_block_is_not_seen_by_compiled_code() -> None:
 def test_ranks_share_no_graphs_through_the_cache_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a rank compiles is of that rank: the other would get its shard, as would the same rank in another mesh."""
+    """What a rank compiles is of that rank.
+
+    The other would get its shard, as would the same rank in another mesh.
+    """
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
     # of no kernel that inductor would have to write and a compiler to build
@@ -246,7 +249,9 @@ PARTITIONERS = ("default_partition", "min_cut_rematerialization_partition")
 
 
 def graphs_of(program: Callable[..., Any], rank: int) -> list[list[str]]:
-    """The collectives in a rank's forward and backward, as between GPUs: compilers know them, and drop them.
+    """The collectives in a rank's forward and backward, as between GPUs.
+
+    Compilers know them, and drop them.
 
     Forward and backward as the first partitioner splits the joint graph, then as the second one
     does.
@@ -295,7 +300,7 @@ def test_ranks_that_compute_differently_have_the_same_collectives(program: str) 
 @pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
 @on_ranks(4, timeout=200)
 def test_ranks_that_compute_differently_meet(shape: tuple[int, ...]) -> None:
-    """All programs in one graph: the ranks' collectives have one order from the first to the last of them."""
+    """All programs in one graph: the ranks' collectives have one order from first to last."""
 
     def run_all(x: Any) -> list[Any]:
         return [program(x) for program in UNLIKE.values()]
@@ -385,7 +390,10 @@ def test_compiled_outputs_that_the_loss_does_not_use(name: str, dynamic: bool) -
 
 @TRACED
 def test_hooks_on_compiled_outputs_are_called() -> None:
-    """A hook on an output was ignored: torch added it to those of a leaf, which the output no longer is."""
+    """A hook on an output was ignored.
+
+    torch added it to those of a leaf, which the output no longer is.
+    """
     with fake_world(2):
         x = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)])
         leaf: Any = x.requires_grad_()

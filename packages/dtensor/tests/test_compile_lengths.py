@@ -81,7 +81,7 @@ PROGRAMS: dict[str, Program] = (
 
 
 def weights_of(mesh: DeviceMesh) -> Callable[..., Any]:
-    """A function that gives the same weight for the same shape: a compiled program makes none of its own."""
+    """A function that gives the same weight for the same shape: compiled programs make none."""
     known: dict[Any, Any] = {}
 
     def weight(*shape: int, placement: Placement = R) -> Any:
@@ -109,7 +109,10 @@ def outcome(
 def graphs_for(
     program: Program, mesh: DeviceMesh, placement: Placement, lengths: tuple[int, ...]
 ) -> int:
-    """The number of graphs that a program took for some lengths, at each of which it did what it does eagerly."""
+    """The number of graphs that a program took for some lengths.
+
+    At each length it did what it does eagerly.
+    """
     weight = weights_of(mesh)
     torch._dynamo.reset()
     counters.clear()
@@ -171,7 +174,10 @@ def transformer() -> nn.Module:
 
 
 def check_transformer(mesh: DeviceMesh, backend: str, samples: Placement) -> None:
-    """Losses and gradients are those of one device, in two graphs for three batches of other sizes and lengths."""
+    """Losses and gradients are those of one device.
+
+    Two graphs serve three batches of other sizes and lengths.
+    """
     model, single = transformer(), transformer()
     for name, parameter in [*model.named_parameters()]:
         placement = Shard(0) if ".up." in name else Shard(1) if name.endswith("down.weight") else R
@@ -214,7 +220,10 @@ def test_a_transformer_over_two_axes() -> None:
 @pytest.mark.timeout(900)
 @on_ranks(2, timeout=850)
 def test_ranks_compile_to_the_same_collectives() -> None:
-    """Inductor drops what nothing needs: a replicated residual beside a partial sum is needed on one rank only."""
+    """Inductor drops what nothing needs.
+
+    A replicated residual beside a partial sum is needed on one rank only.
+    """
     check_transformer(init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")), "inductor", R)
 
 
@@ -233,7 +242,7 @@ def test_uneven_lengths_are_constants() -> None:
 @pytest.mark.parametrize("name", ["repeat", "cat", "roll", "sums"])
 @on_ranks(3, timeout=250)
 def test_uneven_rows_of_any_length_are_exchanged(name: str) -> None:
-    """Rows 2, 2, 1 move, some only in the backward, when it is too late to make their length a constant."""
+    """Rows 2, 2, 1 move, some only in backward, too late to make their length constant."""
     programs: dict[str, Callable[[Any], Any]] = {
         "repeat": lambda x: x.repeat(2, 1, 1),
         "cat": lambda x: torch.cat([x, x * 2]),
@@ -259,7 +268,10 @@ def test_uneven_rows_of_any_length_are_exchanged(name: str) -> None:
 
 
 def test_what_a_sequence_folds_is_a_constant() -> None:
-    """(batch, sequence, 8) -> (batch * sequence, 8), sequence sharded: `batch` runs, which placements count."""
+    """(batch, sequence, 8) -> (batch * sequence, 8), sequence sharded.
+
+    There are `batch` runs, which placements count.
+    """
 
     def program(x: Any) -> Any:
         return x.view(-1, 8) * 2

@@ -1,4 +1,7 @@
-"""`clip_grad_norm_` has the same result inside and outside of a graph.  Covers: optim/clip_grad.py."""
+"""`clip_grad_norm_` has the same result inside and outside of a graph.
+
+Covers: optim/clip_grad.py.
+"""
 
 from __future__ import annotations
 

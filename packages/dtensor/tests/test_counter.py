@@ -85,7 +85,10 @@ def test_values_do_not_depend_on_the_mesh(
 
 @pytest.mark.parametrize(("fill", "dtype"), CASES, ids=str)
 def test_values_have_the_distribution(fill: Fill, dtype: torch.dtype) -> None:
-    """The distance of the distribution function from torch's own: Kolmogorov and Smirnov's test at about 1e-6."""
+    """The distance of the distribution function from torch's own.
+
+    It is Kolmogorov and Smirnov's test at about 1e-6.
+    """
     n = 40000
     ours = in_counter_mode(
         Spec(abstract_mesh((1,)), (Replicate(),), (n // 40, 40), None, dtype), fill

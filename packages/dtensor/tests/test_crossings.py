@@ -1,4 +1,7 @@
-"""Covers: crossings.py: handlers see, and may change, gradients that cross to and from plain tensors."""
+"""Handlers see, and may change, gradients that cross to and from plain tensors.
+
+Covers: crossings.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Covers: rng/streams.py: against a model of torch's launches made from Philox's definition, and on a device.
+"""Against a model of torch's launches made from Philox's definition, and on a device.
+
+Covers: rng/streams.py.
 
 The model: thread `t` of `T` reads subsequence `t` from the generator's offset on; four values a
 call, value `j` of call `k` is element `t + T * (j + 4 * k)`; `T` is 256 times the blocks needed, at

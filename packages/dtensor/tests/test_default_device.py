@@ -1,4 +1,7 @@
-"""Covers: tensor/spec_arguments.py and host_memory.py in a block that sets torch's default device."""
+"""The library in a block that sets torch's default device.
+
+Covers: tensor/spec_arguments.py, host_memory.py.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def _with_gradient(x: Any) -> Any:
 @pytest.mark.parametrize("name", CALLS)
 @on_ranks(2)
 def test_calls_on_real_tensors_in_a_block_of_the_meta_device(name: str) -> None:
-    """Tensors that the library makes for itself were made on the meta device, and could not be read."""
+    """Tensors that the library makes for itself were on the meta device, and could not be read."""
     mesh = init_device_mesh("cpu", (2,))
     x = distribute_tensor(torch.arange(10.0).view(5, 2), mesh, [Shard(0)])
     torch.manual_seed(0)

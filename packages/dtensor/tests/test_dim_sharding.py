@@ -1,4 +1,7 @@
-"""Covers: dim_sharding.py, axis_order.py, partition_spec.py and placements.py, against torch.chunk and brute force."""
+"""Shardings of dims, against torch.chunk and brute force.
+
+Covers: dim_sharding.py, axis_order.py, partition_spec.py, placements.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Covers: dispatch/{dispatch,results,argument_readers}.py, _torch/{operators,tensors}.py: keys and caches."""
+"""Keys and caches of dispatch.
+
+Covers: dispatch/{dispatch,results,argument_readers}.py, _torch/{operators,tensors}.py.
+"""
 
 from __future__ import annotations
 
@@ -350,7 +353,10 @@ def test_first_uses_list_no_shards_of_16384_ranks(
 
 
 def test_a_moved_operand_that_was_expanded_does_not_set_the_memory_order() -> None:
-    """Its stride 0 leaves the order to the other one; as a summand of 5 x 5 x 3 it has strides 15, 3, 1."""
+    """Its stride 0 leaves the order to the other one.
+
+    As a summand of 5 x 5 x 3 it has strides 15, 3, 1.
+    """
     with fake_world(2):
         mesh = init_device_mesh("cpu", (2,))
         partial = DTensor.from_local(torch.randn(5, 3, 5), mesh, [Partial()]).transpose(1, 2)

@@ -1,4 +1,7 @@
-"""Covers: api/constructors.py, redistribute/scatter.py: the elements that each rank reads, and its memory."""
+"""The elements that each rank reads, and its memory.
+
+Covers: api/constructors.py, redistribute/scatter.py.
+"""
 
 from __future__ import annotations
 
@@ -189,7 +192,10 @@ def peak(*, reset: bool = False) -> int:
 
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(0, sizes=(3, 0))], ids=str)
 def test_the_local_part_of_a_transposed_tensor_is_contiguous(placement: Placement) -> None:
-    """As the spec says: a rank that holds all of it kept the strides 4, 12, 1, which cannot be viewed as (6, 4)."""
+    """As the spec says: the strides are those of the shard.
+
+    A rank that holds all of it kept the strides 4, 12, 1, which cannot be viewed as (6, 4).
+    """
     with fake_world(2):
         tensor = torch.randn(2, 3, 4).transpose(0, 1)
         spread = distribute_tensor(

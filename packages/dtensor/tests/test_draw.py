@@ -1,4 +1,7 @@
-"""Covers: rng/{draw,streams,memory_walk,state}.py: boxes of a global random tensor, without process groups."""
+"""Boxes of a global random tensor, without process groups.
+
+Covers: rng/{draw,streams,memory_walk,state}.py.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +121,10 @@ def seeded(dice_roll: int, passed: bool) -> torch.Generator:
 @pytest.mark.parametrize("chunk", [32, 64, 1 << 16])
 @pytest.mark.parametrize("fill", FILLS, ids=lambda fill: f"{fill.name}{fill.args}")
 def test_boxes_equal_one_device(fill: Fill, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random layouts, placements, dtypes and generators; all ranks, one outside the mesh among them."""
+    """Random layouts, placements, dtypes and generators.
+
+    All ranks take part, one outside the mesh among them.
+    """
     monkeypatch.setattr(cpu_stream, "CHUNK", chunk)
     dice = random.Random(f"{fill}{chunk}")
     dtypes = [dtype for dtype in DTYPES if supports(fill, dtype)]
@@ -173,7 +179,10 @@ def test_a_law_that_fails_the_probe_is_drawn_in_one_go(monkeypatch: pytest.Monke
 
 
 def test_laws_of_torch() -> None:
-    """How this torch's CPU distributions consume the generator; another torch may differ and still be right."""
+    """How this torch's CPU distributions consume the generator.
+
+    Another torch may differ and still be right.
+    """
     law: Any = cpu_stream.law_of
     assert law(Fill("normal_"), torch.float32, True).unit == 16
     assert law(Fill("normal_"), torch.complex64, True).unit == 8
@@ -185,7 +194,7 @@ def test_laws_of_torch() -> None:
 
 
 def test_wrong_laws_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of a size that torch's kernel does not work in give other values: the probe is needed."""
+    """Chunks of a size that torch's kernel does not use give other values: the probe is needed."""
     monkeypatch.setattr(cpu_stream, "CHUNK", 24)
     monkeypatch.setattr(cpu_stream, "law_of", lambda *_: cpu_stream.Law(1, 0))
     torch.manual_seed(2)
@@ -234,7 +243,10 @@ def test_memory_order_and_span() -> None:
 
 @pytest.mark.parametrize("axes", [("a",), ("b",), ("a", "b")])
 def test_per_axis_streams(axes: tuple[str, ...]) -> None:
-    """Coordinates of a chosen axis draw apart; over the other axes the draw is that of one tensor."""
+    """Coordinates of a chosen axis draw apart.
+
+    Over the other axes the draw is that of one tensor.
+    """
     shape, placements, order = (12, 6), (Shard(0), Shard(0)), ((0, (1, 0)),)
     parts: dict[tuple[int, ...], Any] = {}
     states = set()

@@ -1,4 +1,7 @@
-"""Covers: tensor/{dtensor,autograd,spec_arguments}.py, api/constructors.py, dispatch/dispatch.py, on ranks."""
+"""DTensors on ranks.
+
+Covers: tensor/{dtensor,autograd,spec_arguments}.py, api/constructors.py, dispatch/dispatch.py.
+"""
 
 from __future__ import annotations
 
@@ -492,7 +495,7 @@ def test_a_local_tensor_that_requires_grad_can_be_gathered_inside_an_op_when_une
 
 @on_ranks(4)
 def test_an_operator_with_data_dependent_shape_sees_unsharded_batches() -> None:
-    """`lstsq` has residuals or none, by the rank of the matrices: its batches are not computed in parts."""
+    """`lstsq` has residuals or none, by the matrices' rank: batches are not computed in parts."""
     mesh = init_device_mesh("cpu", (4,))
     generator = torch.Generator().manual_seed(1)
     wholes = [

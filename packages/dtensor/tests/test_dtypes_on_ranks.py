@@ -155,7 +155,10 @@ JOINED: tuple[Callable[[Any, Any], Any], ...] = (
 
 @on_ranks(4)
 def test_pending_averages_are_not_joined_with_integers_or_truth_values() -> None:
-    """On one of two ranks, these hold neither twice an element that only this one has nor, in int8, 2 * 90."""
+    """On one of two ranks, these do not hold twice an element that only this one has.
+
+    In int8 they do not hold 2 * 90.
+    """
     mesh = init_device_mesh("cpu", (2, 2))
     row, column = mesh.get_coordinate() or (0, 0)
     part = torch.tensor([90.0, 60, 30, 10, 80])[slice(3) if column == 0 else slice(3, 5)] + 2 * row

@@ -1,4 +1,7 @@
-"""Covers: optim/clip_grad.py (exact norms), and clip_grad_norm_ inside sums_in_tree on gloo ranks."""
+"""Exact norms, and clip_grad_norm_ inside sums_in_tree, on gloo ranks.
+
+Covers: optim/clip_grad.py.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,10 @@ from shoal_mesh.testing import fake_world, observed, on_ranks
 
 
 def mine(full: Tensor, spec: Spec, seed: int = 0) -> Tensor:
-    """This rank's local tensor of a global value; equal seeds take partial values apart equally on all ranks."""
+    """This rank's local tensor of a global value.
+
+    Equal seeds take partial values apart equally on all ranks.
+    """
     shards = local_shards(full, spec, torch.Generator().manual_seed(seed))
     assert spec.coordinate is not None
     return shards[coordinates(spec).index(spec.coordinate)]
@@ -293,7 +296,10 @@ MOVED = (
 
 
 def with_odd_strides(local: Tensor) -> list[Tensor]:
-    """The same values spread in memory: dims of one element have any stride and count as contiguous all the same."""
+    """The same values spread in memory.
+
+    Dims of one element have any stride and count as contiguous all the same.
+    """
     apart = torch.zeros(*local.shape, 3, dtype=local.dtype)[..., 1]
     shifted = torch.zeros(64, dtype=local.dtype).as_strided(local.shape, (7, 3), 1)
     return [apart.copy_(local), shifted.copy_(local)]

@@ -1,4 +1,7 @@
-"""Covers: dispatch/composites.py: lists of plain tensors and DTensors, as optimizers, GradScaler and EMA pass them."""
+"""Lists of plain tensors and DTensors, as optimizers, GradScaler and EMA pass them.
+
+Covers: dispatch/composites.py.
+"""
 
 # mypy: allow-untyped-calls
 # Torch gives `backward` and some of its functions no types.

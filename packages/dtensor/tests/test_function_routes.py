@@ -1,4 +1,7 @@
-"""Covers: tensor/function_routes.py: replacements of torch functions of DTensors by a package above."""
+"""Replacements of torch functions of DTensors by a package above.
+
+Covers: tensor/function_routes.py.
+"""
 
 from __future__ import annotations
 

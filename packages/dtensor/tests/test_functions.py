@@ -1,4 +1,7 @@
-"""Covers: random_layouts/functions.py: which modules may draw random numbers, by the code of their forwards."""
+"""Which modules may draw random numbers, by the code of their forwards.
+
+Covers: random_layouts/functions.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Covers: indices in tensor/spec_arguments.py, against torch's assignments; index lists without numbers."""
+"""Indices against torch's assignments; index lists without numbers.
+
+Covers: tensor/spec_arguments.py.
+"""
 
 # mypy: allow-untyped-calls
 # Torch gives `backward` and some of its functions no types.

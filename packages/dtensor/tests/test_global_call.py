@@ -1,4 +1,7 @@
-"""Covers: dispatch/global_call.py: a call on few elements has the output metadata of the whole call."""
+"""A call on few elements has the output metadata of the whole call.
+
+Covers: dispatch/global_call.py.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +139,10 @@ def with_sizes(call: Sequence[Any], sizes: Mapping[str, int]) -> tuple[list[Any]
 def check(
     op: Any, values: Sequence[Any], kwargs: Mapping[str, Any], mesh: DeviceMesh = MESH
 ) -> bool:
-    """Whether a run on few elements shows the outputs of a call; then they are those of the meta kernel."""
+    """Whether a run on few elements shows the outputs of a call.
+
+    Then they are those of the meta kernel.
+    """
 
     def spec(value: Any) -> Any:
         return Spec(mesh, [Replicate()], *value) if isinstance(value, TensorMeta) else value
@@ -223,7 +229,7 @@ class _Resized:
 
 
 def test_a_result_of_fixed_size_is_not_taken_for_a_size_of_the_inputs() -> None:
-    """`view_as_real` has two numbers for each of its input, and there may be a dim of two elements."""
+    """`view_as_real` has two numbers for each of its input; there may be a dim of two elements."""
     rule = rule_of(aten.relu.default, DEFAULT)
     assert rule is not None
     spec = Spec(MESH, [Replicate()], (2, 3), dtype=torch.complex64)
@@ -259,7 +265,10 @@ def test_meta_kernels_are_asked_only_where_each_shape_counts(
 
 
 def test_kernels_are_shown_indices_that_are_in_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`nll_loss_backward` writes behind the memory of one class where the target is class 1, without a check."""
+    """`nll_loss_backward` writes behind the memory of one class where the target is class 1.
+
+    It does so without a check.
+    """
     global_call.run_probe.cache_clear()
     shown: list[tuple[Any, int, int]] = []
 

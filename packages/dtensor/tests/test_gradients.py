@@ -1,4 +1,7 @@
-"""Covers: tensor/gradients.py: gradients of leaves, many in one collective, of one or several passes."""
+"""Gradients of leaves, many in one collective, of one or several passes.
+
+Covers: tensor/gradients.py.
+"""
 
 from __future__ import annotations
 

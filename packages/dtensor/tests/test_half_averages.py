@@ -1,4 +1,7 @@
-"""Covers: averages over ranks of float16 and bfloat16 near the ends of their range, which no sum may leave."""
+"""Covers: averages over ranks of float16 and bfloat16 near the ends of their range.
+
+No sum may leave the range.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def _on_ranks(program: Callable[[Any], Any], *shape: int) -> Tensor:
 
 
 def _assert_near(result: Tensor, want: float | Tensor) -> None:
-    """Compare with float64 up to the rounding of the half type, or one step between its smallest numbers."""
+    """Compare with float64 up to the half type's rounding, or one step of its smallest numbers."""
     rtol = 2e-3 if result.dtype is torch.float16 else 1.6e-2
     expected = torch.as_tensor(want, dtype=torch.float64).expand_as(result)
     torch.testing.assert_close(result.double(), expected, rtol=rtol, atol=6e-8)

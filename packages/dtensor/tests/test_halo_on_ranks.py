@@ -42,7 +42,10 @@ def real(*shape: int) -> Any:
 
 @pytest.mark.parametrize("case", CONVOLUTIONS, ids=str)
 def test_convolutions_of_sharded_rows(case: tuple[int, ...]) -> None:
-    """(length, kernel, stride, padding, dilation), every sharding, with empty shards and windows beyond the ends."""
+    """(length, kernel, stride, padding, dilation), every sharding.
+
+    There are empty shards and windows beyond the ends.
+    """
     length, kernel, stride, padding, dilation = case
     x, weight, bias = real(2, 3, length), real(4, 3, kernel), real(4)
     rest = ([stride], [padding], [dilation], False, [0], 1)
@@ -141,7 +144,10 @@ MODES = [
     "size", [{"scale_factor": (2, 3)}, {"size": (15, 7)}, {"scale_factor": (1, 1.5)}], ids=str
 )
 def test_enlargement_of_sharded_rows(mode: tuple[str, bool], size: dict[str, Any]) -> None:
-    """Whole multiples have rows, by given factors and by sizes; the dim that is stretched otherwise has none."""
+    """Whole multiples have rows, by given factors and by sizes.
+
+    The dim that is stretched otherwise has none.
+    """
     name, smooth = mode
     calls = calls_of(
         lambda x: F.interpolate(x, mode=name, antialias=smooth, **size), real(2, 3, 5, 6)
@@ -198,7 +204,10 @@ TRANSPOSED = [
 @pytest.mark.parametrize("length", [7, 4])
 @pytest.mark.parametrize("case", TRANSPOSED, ids=str)
 def test_transposed_convolutions_of_sharded_rows(case: tuple[int, ...], length: int) -> None:
-    """With outputs that no input reaches, windows that overlap and that leave gaps, and shards without outputs."""
+    """With outputs that no input reaches, and shards without outputs.
+
+    Windows overlap or leave gaps.
+    """
     kernel, stride, padding, more, dilation, groups = case
     if length == 4 and kernel == 5:
         length = 6
@@ -229,7 +238,10 @@ SMALL = st.integers(1, 4)
 def test_shards_make_all_outputs_once_in_order_and_read_what_these_need(
     data: Any, transposed: bool, length: int, kernel: int, stride: int, padding: int, dilation: int
 ) -> None:
-    """Against the definition: a window of inputs per output, or transposed a window of outputs per input."""
+    """Against the definition: a window of inputs per output.
+
+    Transposed it is a window of outputs per input.
+    """
     reach = dilation * (kernel - 1)
     made = (
         (length - 1) * stride - 2 * padding + reach + 1

@@ -1,4 +1,7 @@
-"""Covers: held_state.py: the rest of a state after the loss of ranks, in the layout of another mesh."""
+"""The rest of a state after the loss of ranks, in the layout of another mesh.
+
+Covers: held_state.py.
+"""
 
 from __future__ import annotations
 

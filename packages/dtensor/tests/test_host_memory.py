@@ -1,4 +1,7 @@
-"""Covers: host_memory.py: on the CPU, where all copies are done at once.  Nothing here pins memory."""
+"""Copies on the CPU, where all are done at once.  Nothing here pins memory.
+
+Covers: host_memory.py.
+"""
 
 from __future__ import annotations
 

@@ -42,7 +42,10 @@ def test_views_in_place(placement: Placement) -> None:
 def test_a_view_that_is_transposed_in_place_takes_no_write_that_needs_a_gradient(
     base_is_written: bool,
 ) -> None:
-    """Autograd repeats the views that led to it without the transpose, so the gradient would be wrong in silence."""
+    """Autograd repeats the views that led to it without the transpose.
+
+    So the gradient would be silently wrong.
+    """
     with fake_world(2):
         mesh = init_device_mesh("cpu", (2,))
         leaf: Any = distribute_tensor(
@@ -65,7 +68,7 @@ def test_a_view_that_is_transposed_in_place_takes_no_write_that_needs_a_gradient
 
 @pytest.mark.parametrize("gradients", [False, True])
 def test_a_tensor_with_views_is_not_transposed_in_place(gradients: bool) -> None:
-    """The views would be repeated on the new shape, and give the gradients of other elements in silence."""
+    """The views would be repeated on the new shape, and silently give other elements' gradients."""
     with fake_world(2):
         leaf: Any = distribute_tensor(
             torch.randn(4, 4), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None

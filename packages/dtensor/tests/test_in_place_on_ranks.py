@@ -1,4 +1,7 @@
-"""Covers: dispatch/results.py, redistribute/execution/execute.py: writes in place, on gloo ranks."""
+"""Writes in place, on gloo ranks.
+
+Covers: dispatch/results.py, redistribute/execution/execute.py.
+"""
 
 from __future__ import annotations
 
@@ -356,7 +359,10 @@ def test_writes_to_leaves_are_refused() -> None:
 
 @on_ranks(2)
 def test_an_element_of_a_view_is_written_after_another_view_has_got_a_gradient() -> None:
-    """`view[0] *= leaf`: a slice that is all of the view is the view, whose history torch has not asked for."""
+    """`view[0] *= leaf`: a slice that is all of the view is the view.
+
+    torch has not asked for its history.
+    """
     mesh, values = init_device_mesh("cpu", (2,)), torch.arange(8.0).view(4, 2)
     results = []
     both: tuple[Any, ...] = values.clone(), distribute_tensor(values, mesh, [Shard(0)]).clone()

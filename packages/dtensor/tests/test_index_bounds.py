@@ -1,4 +1,7 @@
-"""Covers: rules/language/local_ops.py: a value out of range raises on every rank that has it, whatever its shard."""
+"""A value out of range raises on every rank that has it, whatever its shard.
+
+Covers: rules/language/local_ops.py.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +77,10 @@ LAYOUTS = [Shard(0), Shard(0, sizes=(4, 0, 1)), Shard(1), Replicate()]
 
 
 def _on_three_ranks(look_up: Callable[..., Any], *tensors: Any) -> list[Any]:
-    """The results of three ranks, or the errors that they raise; `tensors` are pairs of a value and its placement."""
+    """The results of three ranks, or the errors that they raise.
+
+    `tensors` are pairs of a value and its placement.
+    """
 
     def run(mesh: Any) -> Any:
         spread = [distribute_tensor(value, mesh, [placement]) for value, placement in tensors]

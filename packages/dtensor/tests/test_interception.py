@@ -1,4 +1,7 @@
-"""Covers: _torch/interception.py: operators reach the class by rules, and import no DTensor of torch."""
+"""Operators reach the class by rules, and import no DTensor of torch.
+
+Covers: _torch/interception.py.
+"""
 
 from __future__ import annotations
 

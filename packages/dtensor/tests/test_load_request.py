@@ -1,4 +1,6 @@
-"""Loads that resume a run: nothing that a checkpoint holds is dropped silently, and nothing is left as it was.
+"""Loads that resume a run.
+
+Nothing that a checkpoint holds is dropped silently, and nothing is left as it was.
 
 Covers: load_request.py, optimizer_load.py, components.py, saved_names.py.
 """

@@ -1,4 +1,6 @@
-"""Optimizers that step on local parts: the numbers of one device, and DTensors for everybody else.  On real ranks.
+"""Optimizers that step on local parts, on real ranks.
+
+They give the numbers of one device, and DTensors for everybody else.
 
 Covers: optim/local_step.py.
 """
@@ -42,7 +44,10 @@ def mesh() -> Any:
 
 
 def parameters() -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The same parameters plain, and as DTensors with the last one plain: uneven, sharded by columns, replicated."""
+    """The same parameters plain, and as DTensors with the last one plain.
+
+    They are uneven, sharded by columns, and replicated.
+    """
     torch.manual_seed(3)
     plain = [nn.Parameter(torch.randn(7, 3, dtype=torch.float64)) for _ in range(4)]
     spread = [
@@ -62,7 +67,10 @@ def give_gradients(plain: list[nn.Parameter], spread: list[nn.Parameter]) -> Non
 
 
 def assert_same(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
-    """Parameters and states of two optimizers agree; states of DTensors are DTensors that lie as their parameters."""
+    """Parameters and states of two optimizers agree.
+
+    States of DTensors are DTensors that lie as their parameters.
+    """
     (group,), (spread_group,) = one.param_groups, other.param_groups
     for param, spread in zip(group["params"], spread_group["params"], strict=True):
         torch.testing.assert_close(full_tensor(spread.detach()), param.detach())

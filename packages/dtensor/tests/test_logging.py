@@ -1,4 +1,7 @@
-"""Covers: log records: decisions (dispatch/dispatch.py), plans (redistribute/execution/execute.py)."""
+"""Log records of decisions and of plans.
+
+Covers: dispatch/dispatch.py, redistribute/execution/execute.py.
+"""
 
 from __future__ import annotations
 

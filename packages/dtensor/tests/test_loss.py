@@ -50,7 +50,10 @@ def test_losses_of_empty_tensors(name: str, shape: tuple[int, ...], placement: P
 
 @pytest.mark.parametrize("name", ["multi_margin_loss", "multilabel_margin_loss"])
 def test_ranks_without_samples_add_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's kernels leave the sum of no samples as the memory was, which deterministic algorithms fill with nan."""
+    """Torch's kernels leave the sum of no samples as the memory was.
+
+    Deterministic algorithms fill it with nan.
+    """
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     x, labels = torch.arange(8.0).view(2, 4).sin(), torch.tensor([[3, 1, 0, 2], [0, 2, 1, 3]])
     target, loss = labels[:, 0] if name == "multi_margin_loss" else labels, getattr(F, name)

@@ -53,8 +53,8 @@ REWRITTEN = {
         "from shoal_context_parallel import head_tail_layout as H\n"
     ),
     "import torch.distributed.fsdp._fully_shard._fsdp_init as init\ninit._get_mesh_info(m)\n": (
-        "import shoal_data_parallel\nimport torch.distributed.fsdp._fully_shard._fsdp_init as init\n"
-        "shoal_data_parallel.mesh_info(m)\n"
+        "import shoal_data_parallel\nimport torch.distributed.fsdp._fully_shard._fsdp_init as "
+        "init\nshoal_data_parallel.mesh_info(m)\n"
     ),
 }
 COLLECTIVES = """
@@ -71,7 +71,8 @@ TYPES = {
     "import spmd_types as spmd  # why\nspmd.S(0)\n": "import shoal_spmd_types as spmd  # why\nspmd.S(0)\n",
     "import spmd_types\n": "import shoal_spmd_types as spmd_types\n",
     "import os, spmd_types.types, spmd_types.runtime as run\n": (
-        "import os, shoal_spmd_types as spmd_types, shoal_spmd_types.types, shoal_spmd_types.runtime as run\n"
+        "import os, shoal_spmd_types as spmd_types, shoal_spmd_types.types, "
+        "shoal_spmd_types.runtime as run\n"
     ),
     "from spmd_types.checker import typecheck as check\n": "from shoal_spmd_types import typecheck as check\n",
 }

@@ -17,7 +17,9 @@ Holdings = list[list[Box]]
 
 @st.composite
 def holdings(draw: st.DrawFn, copies: int = 1) -> Holdings:
-    """A random tiling of the tensor by splitting boxes again and again, on random members; an empty box now and then.
+    """A random tiling of the tensor by splitting boxes again and again, on random members.
+
+    A box is empty now and then.
 
     Up to ``copies`` members have the same box.
     """

@@ -1,4 +1,6 @@
-"""torch's own attention module on DTensors, with shards that some ranks have none of, equals one device.
+"""torch's own attention module on DTensors equals one device.
+
+Some ranks have no shards.
 
 Covers: rules/language/rule.py, layout/spec.py (`local_stride`), _torch/operators.py.
 """

@@ -1,4 +1,7 @@
-"""Covers: optim/norm_scope.py: norms of gradients of a model whose parameters are on several ranks."""
+"""Norms of gradients of a model whose parameters are on several ranks.
+
+Covers: optim/norm_scope.py.
+"""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_a_shared_factor_shards_all_and_a_summed_one_leaves_partial_sums() -> No
 def test_no_row_rounds_or_unwraps_the_parts_of_a_sum(
     source: torch.dtype, target: torch.dtype, kept: bool
 ) -> None:
-    """A dividend of whole numbers: each part of its sum would lose the digits by which the parts cancel."""
+    """A dividend of whole numbers: a part of its sum would lose digits by which parts cancel."""
     rule = pointwise(linear=(0,), monotone=True)
     found = rule.rows_of(call([meta(4)._replace(dtype=source)], [meta(4)._replace(dtype=target)]))
     assert (

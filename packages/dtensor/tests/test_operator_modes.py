@@ -1,4 +1,7 @@
-"""Modes that see functions and operators.  Covers: modes in _torch/interception.py and _torch/tensors.py."""
+"""Modes that see functions and operators.
+
+Covers: modes in _torch/interception.py and _torch/tensors.py.
+"""
 
 from __future__ import annotations
 

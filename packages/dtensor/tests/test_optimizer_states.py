@@ -1,4 +1,6 @@
-"""State of optimizers that is read and loaded before their first step, between steps, in part, of frozen parameters.
+"""State of optimizers that is read and loaded.
+
+This happens before their first step, between steps, in part, and for frozen parameters.
 
 Covers: api/optimizer_states.py.
 """
@@ -31,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWa
 
 
 class Own(Optimizer):
-    """Not torch's: the state is made in a step, and a step moves what has no gradient to speak of."""
+    """Not torch's: the state is made in a step, and a step moves what has almost no gradient."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -120,7 +122,10 @@ def made(seed: int, *, sharded: bool) -> Any:
 
 
 def step(model: nn.Module, optimizer: Optimizer, number: int) -> None:
-    """A step with gradients that are the same for every layout; one parameter has none in the first."""
+    """A step with gradients that are the same for every layout.
+
+    One parameter has none in the first step.
+    """
     for name, parameter in model.named_parameters():
         drawn = torch.Generator().manual_seed(sum(map(ord, name)) + number)
         gradient: Any = torch.randn(parameter.shape, dtype=parameter.dtype, generator=drawn)
@@ -142,7 +147,10 @@ def same(model: nn.Module, expected: nn.Module, after: str) -> None:
 
 
 def assert_reading_changes_nothing(kind: str) -> None:
-    """Before the first step, when some parameters had one, when all had: read and resumed, equal to never read."""
+    """Before the first step, when some parameters had one, when all had.
+
+    Read and resumed, the state equals one that was never read.
+    """
     plain, model = made(1, sharded=False), made(1, sharded=True)
     alone, optimizer = OPTIMIZERS[kind](plain.parameters()), OPTIMIZERS[kind](model.parameters())
     steps: list[Any] = []

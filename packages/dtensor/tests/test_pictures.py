@@ -1,4 +1,7 @@
-"""Covers: api/explain.py: pictures of layouts show every element once, with the ranks that hold it."""
+"""Pictures of layouts show every element once, with the ranks that hold it.
+
+Covers: api/explain.py.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,10 @@ MESH = abstract_mesh((2, 2), ("data", "tensor"))
 
 
 def covered(spec: Spec) -> int:
-    """The area of the rectangles, which is the number of elements if none is drawn twice and none is left out."""
+    """The area of the rectangles.
+
+    It is the number of elements if none is drawn twice and none is left out.
+    """
     return sum(int(patch.get_width() * patch.get_height()) for patch in draw_layout(spec).patches)
 
 

@@ -1,4 +1,6 @@
-"""`placements` determines the whole layout, including the order of axes: a tensor made from it has the same layout.
+"""`placements` determines the whole layout, including the order of axes.
+
+A tensor made from it has the same layout.
 
 Covers: layout/{placements,partition_spec,dim_sharding,spec}.py, and all that takes placements.
 """
@@ -52,7 +54,10 @@ def test_a_later_axis_is_a_strided_shard_and_no_shard() -> None:
 
 @st.composite
 def sharded_dims(draw: st.DrawFn) -> tuple[DeviceMesh, list[Placement], tuple[int], Order]:
-    """One dim, sharded by all axes of a mesh in any order: by chunks, units, sizes of all kinds, or runs."""
+    """One dim, sharded by all axes of a mesh in any order.
+
+    It is sharded by chunks, units, sizes of all kinds, or runs.
+    """
     mesh_shape = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
     axes = tuple(draw(st.permutations(range(len(mesh_shape)))))
     kind = draw(st.sampled_from(["chunks", "units", "sizes", "runs"]))

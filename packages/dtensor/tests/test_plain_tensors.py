@@ -1,4 +1,7 @@
-"""Covers: dispatch/plain_tensors.py: torch's own plain tensors count as replicated, a user's are an error."""
+"""torch's own plain tensors count as replicated, a user's are an error.
+
+Covers: dispatch/plain_tensors.py.
+"""
 
 # mypy: allow-untyped-calls, disable-error-code="attr-defined"
 # Torch gives hooks, `backward` and `apply` no types, and gradients are DTensors here.
@@ -76,7 +79,10 @@ def test_a_users_plain_tensor_is_an_error(use: Callable[[Tensor, Tensor], object
 
 
 def test_a_plain_tensor_of_compiled_code_opens_no_door() -> None:
-    """Calls hold more references there, so what torch's own tensors have there is not what they have elsewhere."""
+    """Calls hold more references there.
+
+    So what torch's own tensors have there is not what they have elsewhere.
+    """
     with fake_world(2):
         x = distribute_tensor(
             torch.zeros(4), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None
@@ -405,7 +411,7 @@ def test_what_an_operator_derives_from_a_plain_argument_is_compared() -> None:
 
 @on_ranks(4)
 def test_who_holds_references_on_one_rank_divides_no_ranks() -> None:
-    """A mode on one rank keeps torch's own tensors alive: there they have a name, so all ranks refuse."""
+    """A mode on one rank keeps torch's own tensors alive: they have a name there, so all refuse."""
     mesh = init_device_mesh("cpu", (4,))
     x = distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)], src_data_rank=None)
     weight = torch.ones(4)
@@ -460,7 +466,10 @@ def test_memory_is_asked_about_and_pinned_part_by_part() -> None:
 
 @on_ranks(4)
 def test_memory_that_an_operator_only_writes_is_not_compared() -> None:
-    """`linear_cross_entropy` multiplies into a plain buffer and copies to one; they hold other bits on every rank."""
+    """`linear_cross_entropy` multiplies into a plain buffer and copies to one.
+
+    They hold other bits on every rank.
+    """
     mesh = init_device_mesh("cpu", (4,))
     x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)], src_data_rank=None).requires_grad_()
 
@@ -499,7 +508,10 @@ def test_a_fused_layer_of_which_a_child_is_sharded_says_what_to_shard() -> None:
 
 @on_ranks(2)
 def test_the_gradient_of_a_plain_tensor_is_plain_and_whole() -> None:
-    """A number is plain without a word, more are where it is said; the leaf here, and what a module has made."""
+    """A number is plain without a word, more are where it is said.
+
+    Here these are the leaf, and what a module has made.
+    """
     mesh = init_device_mesh("cpu", (2,))
     x = distribute_tensor(torch.arange(10.0).view(5, 2), mesh, [Shard(0)])
     leaves: tuple[Any, ...] = (
@@ -545,7 +557,7 @@ def test_gradients_of_plain_tensors_in_compiled_code() -> None:
 def test_a_copy_that_torch_makes_of_a_plain_tensor_with_a_gradient_is_no_tensor_of_its_own() -> (
     None
 ):
-    """Here of a transposed one: whether its gradient is of the whole or a part is for the user to say."""
+    """Here of a transposed one: whether its gradient is whole or a part is for the user to say."""
     mesh = init_device_mesh("cpu", (2,))
     x = distribute_tensor(torch.ones(1, 2, 8, 4), mesh, [Shard(1)])
     weight = torch.ones(1, 2, 4, 8, requires_grad=True).transpose(-1, -2)

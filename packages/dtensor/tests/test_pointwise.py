@@ -42,7 +42,10 @@ def meta(tensor: Tensor) -> TensorMeta:
 
 
 def calls(op: Any, dtype: torch.dtype) -> Iterator[tuple[OpCall, list[torch.dtype]]]:
-    """A call with a tensor for every operand, and with a number for the last one; those that the operator takes."""
+    """A call with a tensor for every operand, and with a number for the last one.
+
+    They are the calls that the operator takes.
+    """
     arguments = [a for a in op._schema.arguments if not a.has_default_value()]
     count = len([a for a in arguments if "Tensor" in str(a.type)])
     for dtypes in ([dtype] * count, [torch.bool] + [dtype] * (count - 1)):
@@ -64,7 +67,10 @@ def calls(op: Any, dtype: torch.dtype) -> Iterator[tuple[OpCall, list[torch.dtyp
 
 
 def holds(call: OpCall, dtypes: list[torch.dtype], row: Row) -> bool:
-    """Whether reducing the operands of two ranks, and reducing their results, gives the same for all corner values."""
+    """Whether reducing operands of two ranks, and reducing results, gives the same.
+
+    All corner values are compared.
+    """
     choices = []
     for entry, dtype in zip(row.inputs, dtypes, strict=True):
         values = [0, 1] if dtype == torch.bool else corners(dtype)

@@ -1,4 +1,6 @@
-"""Covers: rules/math/{scaled,grouped}_matmul.py: products on ranks, and scales that CPUs do not support.
+"""Products on ranks, and scales that CPUs do not support.
+
+Covers: rules/math/{scaled,grouped}_matmul.py.
 
 Values are small multiples of a power of two, so float32 sums are exact in any order.
 """

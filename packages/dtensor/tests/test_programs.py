@@ -1,4 +1,6 @@
-"""Covers: the layer as a whole, and support/random_programs: random programs on random shardings equal one device.
+"""Random programs on random shardings equal one device.
+
+Covers: the layer as a whole, and support/random_programs.
 
 Values, gradients and the generator are compared. A program is plain data (hypothesis shrinks it):
 integers that the interpreter reduces modulo whatever is legal.
@@ -37,7 +39,10 @@ Program = tuple[tuple[int, ...], tuple[int, int], tuple[Step, ...]]
 
 @dataclass
 class Machine:
-    """Runs a program on plain tensors (no mesh) or on DTensors; every leaf that it makes gets a gradient."""
+    """Runs a program on plain tensors (no mesh) or on DTensors.
+
+    Every leaf that it makes gets a gradient.
+    """
 
     mesh: Any = None
     leaves: list[Tensor] = field(default_factory=list)
@@ -57,7 +62,7 @@ class Machine:
         return made
 
     def placements(self, shape: tuple[int, ...], cut: int) -> list[Any]:
-        """Replicate or a plain or ragged sharding for every mesh axis, as the digits of `cut` say."""
+        """Replicate or plain or ragged sharding for every mesh axis, as digits of `cut` say."""
         found: list[Any] = []
         taken: set[int] = set()
         for axis in range(self.mesh.ndim):
@@ -122,7 +127,10 @@ def reshaped(m: Machine, x: Any, a: int, b: int, c: int) -> Any:
 
 
 def written(m: Machine, x: Tensor, a: int, b: int, c: int) -> Tensor:
-    """A copy, part of it written through a view; of a folded dim there is none, and a write to it would raise."""
+    """A copy, part of it written through a view.
+
+    A folded dim has none, and a write to it would raise.
+    """
     made: Any = x * 1.0
     if isinstance(made, DTensor) and made._spec.is_strided:
         made = made.redistribute(placements=[Replicate()] * made.device_mesh.ndim)

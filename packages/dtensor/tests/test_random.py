@@ -1,4 +1,7 @@
-"""Covers: api/random.py, rng/state.py and the random factories of api/constructors.py, on four gloo ranks."""
+"""Random numbers and random factories on four gloo ranks.
+
+Covers: api/random.py, rng/state.py, api/constructors.py.
+"""
 
 from __future__ import annotations
 
@@ -353,7 +356,7 @@ BOUNDED: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", BOUNDED)
 @on_ranks(4)
 def test_compiled_integers_between_two_bounds(name: str) -> None:
-    """Their graph called `aten.random.from`, which is a SyntaxError in the code generated for it."""
+    """Their graph called `aten.random.from`, a SyntaxError in the code generated for it."""
     mesh = init_device_mesh("cpu", (4,))
     draw_integers = BOUNDED[name]
     compiled = torch.compile(draw_integers, backend="aot_eager", fullgraph=True)

@@ -129,7 +129,10 @@ def cut(x: Tensor, mesh: DeviceMesh, placements: list[Any], order: Any = None) -
 
 
 def seeded(passed: bool, device: torch.device) -> tuple[torch.Generator, torch.Generator]:
-    """The generator that operators use, and the device's default one; on CPU both hold a spare normal value."""
+    """The generator that operators use, and the device's default one.
+
+    On CPU both hold a spare normal value.
+    """
     default = generator_of(device)
     generator = torch.Generator(device)
     for each in (generator, default):
@@ -169,7 +172,10 @@ def values(shape: tuple[int, ...], device: str) -> Tensor:
 
 
 def sweep(name: str, device: str, meshes: list[tuple[int, ...]]) -> int:
-    """An operator of all shapes and placements on meshes of the process's ranks; the number of cases."""
+    """An operator of all shapes and placements on meshes of the process's ranks.
+
+    Return the number of cases.
+    """
     cases = 0
     for number, mesh_shape in enumerate(meshes):
         mesh = init_device_mesh(device, mesh_shape)
@@ -242,7 +248,10 @@ LAYOUTS: list[tuple[tuple[int, ...], list[Any], Any]] = [
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", [name for name in OPS if name not in GATHERING])
 def test_simulated_coordinates_equal_one_device(name: str, device: str) -> None:
-    """Even and uneven shardings; on a device, tensors of one round of its generator and of several."""
+    """Even and uneven shardings.
+
+    On a device the tensors are of one round of its generator and of several.
+    """
     where = torch.device(device) if device == "cpu" else torch.device(device, 0)
     for number, (mesh_shape, placements, order) in enumerate(LAYOUTS):
         for shape in [(33, 33), (33, 20)] + ([(33, 40_000)] if device == "cuda" else []):

@@ -1,4 +1,7 @@
-"""Covers: layout/spec_text.py and text in api/explain.py: text, colours and HTML of the same table."""
+"""Text, colours and HTML of the same table.
+
+Covers: layout/spec_text.py and text in api/explain.py.
+"""
 
 from __future__ import annotations
 

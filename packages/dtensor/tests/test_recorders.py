@@ -1,4 +1,7 @@
-"""Covers: is_unrecorded in _torch/compiling.py: DTensors among fake tensors, and while make_fx records operators."""
+"""DTensors among fake tensors, and while make_fx records operators.
+
+Covers: is_unrecorded in _torch/compiling.py.
+"""
 
 from __future__ import annotations
 

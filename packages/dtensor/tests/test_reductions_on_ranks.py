@@ -1,4 +1,8 @@
-"""Covers: optim/clip_grad.py, redistribute/execution/rank_steps.py, rules/math/reduction.py, interop.py: on ranks."""
+"""Reductions and clipping on ranks.
+
+Covers: optim/clip_grad.py, redistribute/execution/rank_steps.py, rules/math/reduction.py,
+interop.py.
+"""
 
 from __future__ import annotations
 
@@ -267,7 +271,10 @@ def test_clipping_local_parts_takes_one_collective() -> None:
 @pytest.mark.parametrize("shape", [(5,), (3, 4), (2, 3, 4)], ids=str)
 @on_ranks(4)
 def test_weights_of_given_norm(shape: tuple[int, ...], placement: Placement) -> None:
-    """Torch's decomposition divides a vector by the norm of all of it instead of by its elements' absolute values."""
+    """Torch's decomposition divides a vector by the norm of all of it.
+
+    It should divide by its elements' absolute values.
+    """
     mesh = init_device_mesh("cpu", (4,))
     for dim in (0, len(shape) - 1):
         v = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))

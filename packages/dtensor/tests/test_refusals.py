@@ -1,4 +1,6 @@
-"""Operators that DTensors do not support are refused with the remedy; dtypes that torch can only move are gathered.
+"""Operators that DTensors do not support are refused with the remedy.
+
+Dtypes that torch can only move are gathered.
 
 Covers: _torch/interception.py, _torch/compiling.py, _torch/operators.py,
 rules/language/local_ops.py.
@@ -113,7 +115,7 @@ NESTED: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("implicit", [False, True])
 @pytest.mark.parametrize("name", NESTED)
 def test_nested_tensors_of_dtensors(name: str, implicit: bool) -> None:
-    """In implicit_replication they were made, and failed later with an AttributeError of an internal."""
+    """In implicit_replication they were made, and failed later with an internal AttributeError."""
     with fake_world(2):
         mesh = init_device_mesh("cpu", (2,))
         x = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)], src_data_rank=None)

@@ -1,4 +1,7 @@
-"""Covers: rows_of_ranks.py: automatic comparisons between ranks, in threads whose order differs by rank."""
+"""Automatic comparisons between ranks, in threads whose order differs by rank.
+
+Covers: rows_of_ranks.py.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ from shoal_mesh.testing import on_ranks
 
 
 def in_threads(*programs: Callable[[], object]) -> list[object]:
-    """What the programs return or raise, each in a thread; every rank starts them in another order."""
+    """What the programs return or raise, each in a thread.
+
+    Every rank starts them in another order.
+    """
     results: list[object] = [None] * len(programs)
 
     def run(place: int) -> None:

@@ -38,7 +38,10 @@ def test_a_mode_that_is_set_holds_until_the_next() -> None:
 
 
 def test_a_backward_on_another_thread_has_the_value_of_its_caller() -> None:
-    """A reentrant backward that is nested more than 60 times runs on a thread of autograd, also on the CPU."""
+    """A reentrant backward that is nested more than 60 times runs on a thread of autograd.
+
+    This is so on the CPU too.
+    """
     script = """
         import os, threading, torch
         from shoal_dtensor import communication, random_mode

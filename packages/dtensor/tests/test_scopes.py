@@ -1,4 +1,7 @@
-"""Covers: scopes.py: scopes as values, and decisions that outlive a block without leaking to another policy."""
+"""Scopes as values, and decisions that outlive a block without leaking to another policy.
+
+Covers: scopes.py.
+"""
 
 import warnings
 from collections.abc import Callable

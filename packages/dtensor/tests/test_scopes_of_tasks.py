@@ -1,6 +1,7 @@
 """Every scope ends in any order, and each task has its own.
 
-Covers: scopes.py, rng/state.py, redistribute/shards_in_flight.py, modules/forwards.py, overlays of rules.
+Covers: scopes.py, rng/state.py, redistribute/shards_in_flight.py, modules/forwards.py,
+    overlays of rules.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Settings of torch that a decision depends on are compared before it is used again; no other is read when one is made.
+"""Settings of torch that a decision depends on are compared before it is used again.
+
+No other is read when one is made.
 
 Covers: dispatch/{dispatch,propagate,results,global_call}.py.
 """

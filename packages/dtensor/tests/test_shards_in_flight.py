@@ -1,4 +1,6 @@
-"""Local shards that are sent together during computation equal shards that are sent one by one; on real gloo ranks.
+"""Local shards that are sent together during computation equal shards that are sent one by one.
+
+The tests run on real gloo ranks.
 
 Covers: redistribute/shards_in_flight.py, redistribute/execution/execute.py, tensor/dtensor.py.
 """
@@ -41,7 +43,10 @@ MOVES: list[tuple[list[Placement], list[Placement]]] = [
 
 
 def placed(value: torch.Tensor, mesh: DeviceMesh, placements: list[Placement]) -> DTensor:
-    """A DTensor of these placements; where they are partial, every rank adds as much as the others."""
+    """A DTensor of these placements.
+
+    Where they are partial, every rank adds as much as the others.
+    """
     whole = [R if placement.is_partial() else placement for placement in placements]
     shard = distribute_tensor(value, mesh, whole).to_local()
     return DTensor.from_local(shard, mesh, placements, shape=value.shape)

@@ -1,4 +1,7 @@
-"""Covers: redistribute/search/{shortest_plan,bound,space,edges}.py: plans against a brute-force optimum."""
+"""Plans against a brute-force optimum.
+
+Covers: redistribute/search/{shortest_plan,bound,space,edges}.py.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,10 @@ def random_pair(
 
 
 def arrangements(space: Space, outer: Dims, axes: Sequence[int]) -> Iterator[Dims]:
-    """All ways to shard dims further by subsets of the axes, in every order: permutations of axes and bars."""
+    """All ways to shard dims further by subsets of the axes, in every order.
+
+    They are permutations of axes and bars.
+    """
     for chosen in (some for n in range(len(axes) + 1) for some in permutations(axes, n)):
         for bars in combinations(range(len(chosen) + len(outer) - 1), len(outer) - 1):
             ends = [bar - i for i, bar in enumerate(bars)]
@@ -255,7 +261,10 @@ SLOW, FAST = Link(25e-6, 18e9), Link(12e-6, 180e9)
 def test_two_redistributions_never_beat_one(
     mesh_shape: tuple[int, ...], shape: tuple[int, ...], links: tuple[Link, ...] | None, pairs: int
 ) -> None:
-    """Through any layout that is partial only over axes over which an end is: plans without reductions run none."""
+    """Through any layout that is partial only over axes over which an end is.
+
+    Plans without reductions run none.
+    """
     specs = layouts(mesh_shape, shape)
     ordered = list(permutations(specs, 2))
     assert_direct(Random(14).sample(ordered, min(pairs, len(ordered))), specs, links)
@@ -318,7 +327,7 @@ def test_hops_that_lead_nowhere_are_not_priced(priced: list[str], outer: Link, m
 
 
 def test_a_search_ends_after_so_many_prices(priced: list[str]) -> None:
-    """Also where it proves nothing: the 16 layouts that are settled one axis after the other come on top."""
+    """Also where it proves nothing: the 16 layouts settled one axis after the other are added."""
     mesh = abstract_mesh((3, 5, 6, 2))
     src = Spec(mesh, (Shard(0), Partial("max"), Shard(1), Shard(0)), (8192, 8192))
     dst = Spec(mesh, (Partial("max"), Partial("max"), Replicate(), Shard(0)), (8192, 8192))
@@ -380,7 +389,10 @@ def test_what_was_rejected_is_slower_and_different() -> None:
 
 
 def test_a_slice_before_the_values_become_partial_saves_the_gather() -> None:
-    """Replicated axes that become partial need only a part each, so nothing is gathered that they would zero."""
+    """Replicated axes that become partial need only a part each.
+
+    So nothing is gathered that they would zero.
+    """
     mesh = abstract_mesh((4, 4))
     src, dst = (
         Spec(mesh, (Shard(1), Replicate()), (1024, 1024)),

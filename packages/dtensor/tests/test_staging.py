@@ -1,4 +1,6 @@
-"""Copies of state dicts that torch.distributed.checkpoint stages, offloads and gathers: of every kind of DTensor.
+"""Copies of state dicts that torch.distributed.checkpoint stages, offloads and gathers.
+
+They are of every kind of DTensor.
 
 Covers: the parts of _torch/interception.py and tensor/serialization.py about staging.
 """
@@ -30,7 +32,10 @@ State = dict[str, Any]
 
 
 def values() -> State:
-    """Even and uneven shards, none on a rank, replicas, views, parameters, with attributes, in flight, plain."""
+    """Even and uneven shards, none on a rank, replicas, views and parameters.
+
+    They have attributes, are in flight, or are plain.
+    """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
     def put(tensor: torch.Tensor, placement: Any) -> Any:

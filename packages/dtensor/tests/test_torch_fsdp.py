@@ -1,4 +1,7 @@
-"""Covers: tensor/serialization.py: refusals of torch's fully_shard, and of code that needs internals or memory."""
+"""Refusals of torch's fully_shard, and of code that needs internals or memory.
+
+Covers: tensor/serialization.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Covers: dispatch, propagation, rules and redistribution together: a transformer trained through DTensors alone."""
+"""A transformer trained through DTensors alone.
+
+Covers: dispatch, propagation, rules and redistribution together.
+"""
 
 from __future__ import annotations
 

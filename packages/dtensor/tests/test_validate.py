@@ -280,7 +280,10 @@ def test_a_collective_that_no_row_declares_is_a_finding() -> None:
 
 
 def test_cases_are_judged_by_themselves() -> None:
-    """They share meshes: one rank raises where the other waits for it, then both meet; and one row never meets."""
+    """They share meshes: one rank raises where the other waits for it, then both meet.
+
+    One row never meets.
+    """
 
     def local(local_call: LocalCall) -> Any:
         if local_call.inputs[0].local_shape == (3, 4):

@@ -372,7 +372,10 @@ def apply(step: Step, x: Any) -> Any:
 
 @st.composite
 def programs(draw: st.DrawFn) -> tuple[list[int], list[tuple[str, int]], list[Step]]:
-    """A shape, a placement for each mesh axis (sharded, ragged, replicated or partial), and steps that fit."""
+    """A shape, a placement for each mesh axis, and steps that fit.
+
+    The placements are sharded, ragged, replicated or partial.
+    """
     shape = draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), min_size=1, max_size=3))
     axes = draw(st.sampled_from([1, 2]))
     cuts = [
@@ -390,7 +393,10 @@ def programs(draw: st.DrawFn) -> tuple[list[int], list[tuple[str, int]], list[St
 
 
 def placed(whole: Tensor, cuts: list[tuple[str, int]]) -> DTensor:
-    """`whole`, placed as a program says: ragged shards are the first axis's alone, partial ones get unequal shares."""
+    """`whole`, placed as a program says.
+
+    Ragged shards are the first axis's alone, partial ones get unequal shares.
+    """
     placements: list[Placement] = [
         Shard(dim) if kind in "SG" else Replicate() for kind, dim in cuts
     ]
@@ -442,7 +448,10 @@ def test_random_programs_equal_one_device(
 
 @on_ranks(4)
 def test_conjugates_are_never_lost() -> None:
-    """Torch marks tensors as conjugated and conjugates later; below a tensor subclass it would forget to."""
+    """Torch marks tensors as conjugated and conjugates later.
+
+    Below a tensor subclass it would forget to conjugate.
+    """
     whole, other = (
         torch.view_as_complex(sample(8, 6, 2)),
         torch.view_as_complex(sample(8, 6, 2, seed=2)),
@@ -484,7 +493,10 @@ def rotated_pairs(x: Any, angles: Any) -> Any:
 
 
 def attention(x: Any, w: Any, cos: Any, sin: Any, angles: Any, mask: Any) -> Any:
-    """Causal grouped-query attention from a fused projection that is sharded by heads, `(3 * heads * size, width)`."""
+    """Causal grouped-query attention from a fused projection that is sharded by heads.
+
+    The projection is `(3 * heads * size, width)`.
+    """
     b, s, width = x.shape
     q, k, v = torch.einsum("bsd,khed->kbshe", x, w.view(3, 4, 4, width)).unbind(0)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -521,7 +533,10 @@ def test_attention_by_batch_and_heads_needs_no_communication() -> None:
 
 @on_ranks(4)
 def test_heads_stay_sharded_from_projection_to_projection() -> None:
-    """Column-parallel q, k and v, each sharded by heads, and a row-parallel output: one reduction at the end."""
+    """Column-parallel q, k and v, each sharded by heads, and a row-parallel output.
+
+    There is one reduction at the end.
+    """
     x, weights = sample(2, 6, 8), [sample(16, 8, seed=i) for i in range(3)]
     out, cos, sin = sample(8, 16, seed=4), sample(6, 4), sample(6, 4, seed=2)
 
@@ -562,7 +577,7 @@ def test_local_parts_that_are_not_contiguous() -> None:
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
 @on_ranks(4)
 def test_strides_in_views_of_parts_are_refused_where_no_rank_has_the_base(mode: Any) -> None:
-    """They count elements of the base, of which a rank does not have all before a shard of the view."""
+    """They count elements of the base; a rank does not have all before a shard of the view."""
     whole = sample(4, 6)
     calls: dict[str, Callable[[Any], Any]] = {
         "its own": lambda x: x.as_strided((2,), (1,)),
@@ -612,7 +627,10 @@ VIEWS_IN_INFERENCE: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("requires_grad", [False, True])
 @on_ranks(4)
 def test_views_in_inference_mode_of_tensors_from_outside(requires_grad: bool) -> None:
-    """Torch gives such a view the count of writes of its base, and no tensor of inference mode takes it."""
+    """Torch gives such a view the count of writes of its base.
+
+    No tensor of inference mode takes it.
+    """
     whole = sample(4, 6)
     for placements, (name, view) in product(([S0], [S1], [R]), VIEWS_IN_INFERENCE.items()):
         single = whole.clone().requires_grad_(requires_grad)

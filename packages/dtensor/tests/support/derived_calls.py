@@ -58,7 +58,10 @@ def derived(op: OpOverload, known: Calls, count: int, *, made_up: bool) -> list[
 
 
 Candidate = tuple[Mapping[str, Any], torch.dtype, Any]
-"""Named arguments, and the dtype and shapes of tensors that are missing among them; None if none may be made up."""
+"""Named arguments, and the dtype and shapes of tensors that are missing among them.
+
+None if no tensor may be made up.
+"""
 
 
 def _from_siblings(op: OpOverload, known: Calls, shapes: Any) -> Iterator[Candidate]:
@@ -75,7 +78,7 @@ def _from_nothing() -> Iterator[Candidate]:
 
 
 def seeded(call: Call) -> Call:
-    """The call with a generator of its own, if the operator takes one, so that it can be repeated."""
+    """The call with its own generator, if the operator takes one, so that it can be repeated."""
     names = [a.name for a in call.op._schema.arguments if "Generator" in str(a.type)]
     values = _named(call)
     if not names or values.get(names[0]) is not None:

@@ -1,4 +1,6 @@
-"""Runs that save each step and are killed, for tests of checkpoints: `python killed_runs.py FOLDER KILLS`.
+"""Runs that save each step and are killed, for tests of checkpoints.
+
+Run: ``python killed_runs.py FOLDER KILLS``.
 
 A run resumes, sees that nothing that was saved is lost or mixed, and goes on until its kill: of one
 rank or both, at the n-th event of its files or after some milliseconds. Ranks are forked from this
@@ -61,7 +63,9 @@ def require_state(state: dict[str, Any], step: int) -> None:
 def run_until_killed(
     folder: str, steps: int, culprit: int, event: int, seconds: float, background: bool
 ) -> int:
-    """Resume, check, and save steps; the culprit (or all ranks, -1) is killed at an event of its files or after a time.
+    """Resume, check, and save steps.
+
+    The culprit (or all ranks, -1) is killed at an event of its files or after a time.
 
     Returns:
         How many events there were, if it lives.

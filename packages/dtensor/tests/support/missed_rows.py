@@ -21,7 +21,7 @@ NO_ROWS = Rule(lambda call: [])
 def missed_rows(
     op: Any, *args: Any, rule: Rule | None = None, ways: int = 2, **kwargs: Any
 ) -> list[Row]:
-    """Shardings of every input and output that the operator itself satisfies on `ways` ranks but no row says.
+    """Shardings of inputs and outputs that an operator satisfies on `ways` ranks but no row says.
 
     Information, not an error: a sharding may be right for these arguments alone.
     """

@@ -46,7 +46,10 @@ class Call:
         return True
 
     def resizes(self) -> bool:
-        """Whether what it writes to gets another shape, as addbmm_ does to a first argument that broadcasts."""
+        """Whether what it writes to gets another shape.
+
+        addbmm_ does so to a first argument that broadcasts.
+        """
         if (
             not self.op._schema.name.endswith("_")
             or not self.args
@@ -161,7 +164,10 @@ def copied(values: Any) -> Any:
 
 
 def kind(value: Any) -> Any:
-    """What distinguishes calls for a rule, roughly: dtypes, which dims are 1 or empty, flags, small numbers."""
+    """What roughly distinguishes calls for a rule.
+
+    It is dtypes, which dims are 1 or empty, flags, and small numbers.
+    """
     if isinstance(value, Tensor):
         return (str(value.dtype), tuple(min(n, 2) for n in value.shape))
     if isinstance(value, Mapping):

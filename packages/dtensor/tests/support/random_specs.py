@@ -1,4 +1,4 @@
-"""Random specs: any mesh, nested, uneven and ragged shardings, any shard order, partials of every kind."""
+"""Random specs: any mesh, nested, uneven and ragged shardings, any order, partials of any kind."""
 
 from __future__ import annotations
 

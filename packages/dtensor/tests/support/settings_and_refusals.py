@@ -1,4 +1,4 @@
-"""Settings of torch inside a block, a mode that only watches, and calls that may refuse their values."""
+"""Settings of torch inside a block, a mode that only watches, and calls that may refuse values."""
 
 from __future__ import annotations
 

@@ -44,7 +44,8 @@ def hunt_stops(first: int, count: int) -> None:
             sys.stdout.flush()
     seconds = time.perf_counter() - started
     sys.stdout.write(
-        f"{failed} of {count} stops from {first} fail, {seconds:.0f} s, the slowest {slowest:.1f} s\n"
+        f"{failed} of {count} stops from {first} fail, {seconds:.0f} s, the slowest {slowest:.1f} "
+        "s\n"
     )
 
 

@@ -1,4 +1,7 @@
-"""Lines at the edges: values out of range, layouts passed on, settings that change, half numbers, watched calls."""
+"""Lines at the edges.
+
+They have values out of range, layouts passed on, settings that change, half numbers, watched calls.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,7 @@ WIDENED = (
 
 
 def tried(d: Draft) -> str:
-    """A call with an index or a label that may be out of range, on all ranks that have the value."""
+    """A call with an index or label that may be out of range, on all ranks that have the value."""
     x = d.filled(d.double(2))
     if d[x].ndim != 2:
         raise Skip("not a matrix")

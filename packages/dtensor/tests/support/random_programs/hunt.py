@@ -32,7 +32,9 @@ class Finding:
 
 
 def on_one(programs: Sequence[Program]) -> list[str]:
-    """What became of each program on ranks that are threads of this process; "" is well, see `run_one`.
+    """What became of each program on ranks that are threads of this process.
+
+    "" is well, see `run_one`.
 
     Programs that change settings of the process run on ranks that are processes.
     """

@@ -129,7 +129,10 @@ class Machine:
     def leaf(
         self, seed: int, shape: tuple[int, ...], placements: Sequence[Placement], **order: Any
     ) -> Any:
-        """The same, with a gradient; no view, through which torch can lose one (a leaf that views what has none)."""
+        """The same, with a gradient.
+
+        It is not a view, through which torch can lose a gradient (a leaf that views what has none).
+        """
         made = self.real(seed, shape, placements, **order).clone().requires_grad_()
         self.leaves[f"leaf {len(self.leaves)}"] = made
         return made
@@ -189,7 +192,7 @@ class Machine:
         return self._put(number, [Replicate()] * (self.mesh.ndim if self.mesh else 0))
 
     def watched(self, call: Callable[[], Any]) -> Any:
-        """What a call returns while a mode watches: the same, or a refusal that is there without it."""
+        """What a call returns while a mode watches: the same, or a refusal that is there anyway."""
         if self.mesh is None:
             return call()
         state = torch.get_rng_state()
@@ -271,7 +274,10 @@ class Machine:
         return {name: value for name, value in self.values.items() if isinstance(value, Tensor)}
 
     def backward(self) -> str:
-        """Give all leaves the gradient of a number that depends on every value; what torch says if it cannot."""
+        """Give all leaves the gradient of a number that depends on every value.
+
+        Return what torch says if it cannot.
+        """
         total: Any = 0
         try:
             terms = [loss_of(x) for x in self.tensors().values() if x.requires_grad]
@@ -299,7 +305,9 @@ def loss_of(x: Any) -> Any:
 
 
 def run_one(program: Program, mesh: DeviceMesh | None = None) -> str:
-    """One rank's part of a program's test: "" if the mesh gives what one device gives, else what differs.
+    """One rank's part of a program's test: "" if the mesh gives what one device gives.
+
+    Else it is what differs.
 
     A refusal by a typed error starts with "refused".
 

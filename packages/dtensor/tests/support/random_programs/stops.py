@@ -1,4 +1,4 @@
-"""Programs in which one rank raises, or returns, in the middle: no other rank waits for it in vain."""
+"""Programs in which one rank raises or returns in the middle: no other waits for it in vain."""
 
 from __future__ import annotations
 
