@@ -1,4 +1,7 @@
-"""Covers: certify.py, certification.py, report.py, records.py, pytest_fixture.py, analysis/forward.py."""
+"""Programs are certified.
+
+Covers: certify.py, certification.py, report.py, records.py, pytest_fixture.py, analysis/forward.py.
+"""
 
 from __future__ import annotations
 

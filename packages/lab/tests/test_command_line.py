@@ -1,4 +1,7 @@
-"""Covers: __main__.py, observe/batches.py, ranks.py: scripts run and are certified without a change."""
+"""Scripts run and are certified without a change.
+
+Covers: __main__.py, observe/batches.py, ranks.py.
+"""
 
 from __future__ import annotations
 

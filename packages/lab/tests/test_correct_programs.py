@@ -1,4 +1,7 @@
-"""Correct programs raise no alarm.  Covers: certify.py, observe/observer.py, analysis/verdict.py."""
+"""Correct programs raise no alarm.
+
+Covers: certify.py, observe/observer.py, analysis/verdict.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Covers: script_arguments.py, certify.py: a Megatron-style script with groups in module globals, unchanged."""
+"""A Megatron-style script with groups in module globals, unchanged.
+
+Covers: script_arguments.py, certify.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Covers: observe/earlier_parameters.py, observe/observer.py: models and optimizers that are replaced.
+"""Models and optimizers that are replaced.
+
+Covers: observe/earlier_parameters.py, observe/observer.py.
 
 Covers: observe/roots.py, analysis/placing.py.
 """

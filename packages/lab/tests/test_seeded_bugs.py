@@ -1,4 +1,7 @@
-"""Bugs of public reports are named.  Covers: certify.py, certification.py, shrinking.py, analysis, observe."""
+"""Bugs of public reports are named.
+
+Covers: certify.py, certification.py, shrinking.py, analysis, observe.
+"""
 
 from __future__ import annotations
 

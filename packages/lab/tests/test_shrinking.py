@@ -1,4 +1,7 @@
-"""Covers: shrinking.py, trials.py, script_arguments.py: the smallest run of a script that still fails."""
+"""The smallest run of a script that still fails.
+
+Covers: shrinking.py, trials.py, script_arguments.py.
+"""
 
 from __future__ import annotations
 

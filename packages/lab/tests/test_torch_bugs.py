@@ -1,4 +1,7 @@
-"""Programs of torch's DDP, FSDP2 and DTensor, and bugs in them.  Covers: observe/local_values.py, certify.py."""
+"""Programs of torch's DDP, FSDP2 and DTensor, and bugs in them.
+
+Covers: observe/local_values.py, certify.py.
+"""
 
 from __future__ import annotations
 

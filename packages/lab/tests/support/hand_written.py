@@ -1,4 +1,7 @@
-"""Parallel layers as people write them by hand: process groups, autograd functions, shards of plain tensors."""
+"""Parallel layers as people write them by hand.
+
+They have process groups, autograd functions, and shards of plain tensors.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +89,10 @@ class ReduceFromAxis(torch.autograd.Function):
 
 
 class GatherRows(torch.autograd.Function):
-    """Rows of all ranks; backward sums over ranks and keeps this rank's rows, or only keeps them."""
+    """Rows of all ranks.
+
+    Backward sums over ranks and keeps this rank's rows, or only keeps them.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sums: bool) -> Tensor:

@@ -117,7 +117,7 @@ def sequence_parallel_norm_reduced_twice(mesh: Mesh) -> None:
 
 
 class Latent(nn.Module):
-    """A replicated projection: six rows pass a column-parallel layer, two go to each rank's heads."""
+    """A replicated projection: six rows pass a column-parallel layer, two go to a rank's heads."""
 
     def __init__(self, tp: Axis) -> None:
         super().__init__()

@@ -1,4 +1,7 @@
-"""Megatron-style layers by hand: autograd functions over collectives, sequence and vocabulary parallelism."""
+"""Megatron-style layers by hand.
+
+They have autograd functions over collectives, sequence and vocabulary parallelism.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,7 @@ class ScatterSumOfSequence(torch.autograd.Function):
 
 
 class VocabularyCrossEntropy(torch.autograd.Function):
-    """The loss of each token, from logits whose last dim is sharded over the tensor-parallel ranks."""
+    """Each token's loss, from logits whose last dim is sharded over the tensor-parallel ranks."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor) -> Tensor:
@@ -135,7 +138,9 @@ class RowParallelLinear(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer block in which norms see shards of the sequence; its inputs begin with the sequence.
+    """A transformer block in which norms see shards of the sequence.
+
+    Its inputs begin with the sequence.
 
     Args:
         width: of the residual stream.

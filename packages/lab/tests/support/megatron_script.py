@@ -1,4 +1,4 @@
-"""A Megatron-style script for torchrun: tensor, sequence, vocabulary and data parallelism by hand."""
+"""A Megatron-style torchrun script: tensor, sequence, vocabulary and data parallelism by hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ ROWS = 4
 
 
 def reduce_gradients(model: LanguageModel, forgets: str) -> None:
-    """Sum the gradients of whole parameters over shards of the sequence; average all over the data ranks."""
+    """Sum the gradients of whole parameters over shards of the sequence.
+
+    Average all over the data ranks.
+    """
     for name, parameter in model.named_parameters():
         gradient = gradient_of(parameter)
         is_forgotten = bool(forgets) and forgets in name

@@ -1,4 +1,7 @@
-"""Process groups of a Megatron-style program, in globals of this module, as such programs keep them."""
+"""Process groups of a Megatron-style program, in globals of this module.
+
+Such programs keep them so.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ _data_group: Any = None
 
 
 def initialize_model_parallel(tensor_size: int) -> None:
-    """Make the groups of consecutive tensor-parallel ranks, and the data-parallel groups across them."""
+    """Make groups of consecutive tensor-parallel ranks, and data-parallel groups across them."""
     global _tensor_group, _data_group  # noqa: PLW0603  # state per rank in a module is what is tested
     world = dist.get_world_size()
     if world % tensor_size:

@@ -1,4 +1,7 @@
-"""Programs that replace their model or optimizer while they train; correct unless the docstring says otherwise."""
+"""Programs that replace their model or optimizer while they train.
+
+They are correct unless the docstring says otherwise.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,10 @@ def _step(model: Any, optimizer: torch.optim.Optimizer, dp: Axis, step: int) -> 
 
 
 def _train(mesh: Mesh, replace: Callable[[Any, dict[str, Axis], int], Any]) -> Any:
-    """Train three steps, and replace the model between them; each model has an optimizer of its own."""
+    """Train three steps, and replace the model between them.
+
+    Each model has an optimizer of its own.
+    """
     axes = make_axes(mesh)
     model: Any = _model(70, axes["tp"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -1,4 +1,7 @@
-"""Seeded bugs in programs of shoal's packages: every program takes the mesh, and is right on a mesh of sizes 1."""
+"""Seeded bugs in programs of shoal's packages.
+
+Every program takes the mesh, and is right on a mesh of sizes 1.
+"""
 
 from __future__ import annotations
 

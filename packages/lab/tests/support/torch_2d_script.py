@@ -1,4 +1,7 @@
-"""A script for torchrun in the form of torch's tutorial: its tensor and sequence parallelism inside of its FSDP2."""
+"""A script for torchrun in the form of torch's tutorial.
+
+Its tensor and sequence parallelism is inside of its FSDP2.
+"""
 
 from __future__ import annotations
 

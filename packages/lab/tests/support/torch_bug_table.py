@@ -1,4 +1,7 @@
-"""The table of seeded bugs in programs of torch's own packages; importing it imports torch's DTensor."""
+"""The table of seeded bugs in programs of torch's own packages.
+
+Importing it imports torch's DTensor.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A script for torchrun: data parallelism by hand, data from a DataLoader; `--wrong` forgets the division."""
+"""A script for torchrun: data parallelism by hand, data from a DataLoader.
+
+`--wrong` forgets the division.
+"""
 
 from __future__ import annotations
 
