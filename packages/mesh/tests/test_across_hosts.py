@@ -1,4 +1,7 @@
-"""Covers: c10d_transport.py: combined collectives have gloo's values; simulated hosts, real ones in test_two_hosts."""
+"""Combined collectives have gloo's values; simulated hosts, real ones in test_two_hosts.
+
+Covers: c10d_transport.py.
+"""
 
 from __future__ import annotations
 

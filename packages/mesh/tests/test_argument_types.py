@@ -96,7 +96,10 @@ def _names() -> list[str]:
 def test_wrong_arguments_of_public_functions(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each is refused by an error of this package, which says what it got; or it happens to be a right one."""
+    """Each is refused by an error of this package, which says what it got.
+
+    Otherwise it happens to be a right one.
+    """
     monkeypatch.chdir(tmp_path)  # some of the values are names of files
     unexpected = []
     with fake_world(2):

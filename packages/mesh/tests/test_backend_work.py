@@ -1,4 +1,7 @@
-"""Covers: backend_work.py: the rank that an error names if a collective of gloo cannot be completed."""
+"""The rank that an error names if a collective of gloo cannot be completed.
+
+Covers: backend_work.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Covers: lab/isolation/cuda_on_cpu.py: programs that name CUDA devices, on ranks that are processes."""
+"""Programs that name CUDA devices, on ranks that are processes.
+
+Covers: lab/isolation/cuda_on_cpu.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Covers: deadlocks.py: ranks that wait for each other in different collectives are named, slow ones are not."""
+"""Ranks that wait for each other in different collectives are named, slow ones are not.
+
+Covers: deadlocks.py.
+"""
 
 from __future__ import annotations
 

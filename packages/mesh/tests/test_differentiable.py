@@ -1,4 +1,7 @@
-"""Covers: differentiable.py: <A g, x> == <g, A' x> over the sum of all ranks, in float64; traced by torch.compile."""
+"""<A g, x> == <g, A' x> over the sum of all ranks, in float64; traced by torch.compile.
+
+Covers: differentiable.py.
+"""
 
 from __future__ import annotations
 

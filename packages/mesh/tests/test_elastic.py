@@ -44,7 +44,10 @@ class _Process:
 
 
 def _results(folder: Path, count: int, function: Callable[..., Any], *args: Any) -> dict[int, Any]:
-    """What processes have written, by number; each is in a pool of its own, so that its end ends no other."""
+    """What processes have written, by number.
+
+    Each is in a pool of its own, so that its end ends no other.
+    """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def run(number: int) -> None:
@@ -171,7 +174,7 @@ def test_too_few_ranks_give_up(tmp_path: Path) -> None:
 
 
 def _enters_while_the_other_reads(port: int) -> int:
-    """Rank 0 reads the result of a collective late, when rank 1 has gone on to the elastic world."""
+    """Rank 0 reads the result of a collective late, when rank 1 is in the elastic world already."""
     mesh = init_device_mesh("cpu", (2,))
     stream_wait = Stream.wait
 

@@ -60,7 +60,10 @@ def test_a_module_that_the_program_has_made_itself_keeps_no_rank_from_starting()
 
 
 def test_collections_in_a_rank_pass_over_what_was_imported_before_it() -> None:
-    """Half a million objects, for which a collection takes a third of a second; the modules of shoal among them."""
+    """Half a million objects, for which a collection takes a third of a second.
+
+    The modules of shoal are among them.
+    """
     for walked, frozen, walks_shoal in rank_pool(2).run(_tracked):
         assert walked * 4 < frozen, f"{walked} objects are walked, {frozen} are not"
         assert not walks_shoal

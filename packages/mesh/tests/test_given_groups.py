@@ -1,4 +1,7 @@
-"""Covers: device_mesh.py: meshes over groups that a program gave, equal as values, each on its own groups."""
+"""Meshes over groups that a program gave, equal as values, each on its own groups.
+
+Covers: device_mesh.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Covers: collectives/graph_operators.py: compiled code calls collectives of eager code, exported programs do not."""
+"""Compiled code calls collectives of eager code, exported programs do not.
+
+Covers: collectives/graph_operators.py.
+"""
 
 from __future__ import annotations
 

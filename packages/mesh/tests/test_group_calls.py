@@ -1,4 +1,7 @@
-"""Covers: _torch.py: collectives on process groups that are written in Python, whichever names they have."""
+"""Collectives on process groups that are written in Python, whichever names they have.
+
+Covers: _torch.py.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +94,7 @@ KINDS = {
 
 @contextmanager
 def default_group(kind: str) -> Iterator[GlooInPython]:
-    """A default group written in Python, in the place of the pool's, which has gloo again afterwards."""
+    """A default group written in Python in place of the pool's, which has gloo again afterwards."""
     if kind not in dist.Backend.backend_list:
         dist.Backend.register_backend(kind, KINDS[kind], devices=["cpu"])
     store = dist.distributed_c10d._get_default_store()
@@ -246,7 +249,7 @@ def test_a_call_that_a_group_has_not_is_named() -> None:
 
 @on_ranks(2)
 def test_a_group_whose_members_come_and_go_is_no_axis() -> None:
-    """As torchft registers them: torch knows this rank alone, the group has members of other worlds."""
+    """As torchft registers them: torch knows this rank alone, members are of other worlds."""
     with default_group("gloo_old") as world:
         resizable = type("Resizable", (FEW,), {"label": "gloo_resizable"})
         inner = world.inner

@@ -173,7 +173,10 @@ def test_what_differs_on_one_rank_raises_on_all(name: str) -> None:
 
 @on_ranks(4)
 def test_equal_bytes_of_different_shardings_differ_by_purpose() -> None:
-    """S(0) on three ranks, S(1) on one: the same (2, 2) shards, the same all-gather of dim 0, another meaning."""
+    """S(0) on three ranks, S(1) on one.
+
+    The (2, 2) shards and the all-gather of dim 0 are the same, the meaning is not.
+    """
     comm = _new_comm()
     layout = "S(1)" if comm.rank == 3 else "S(0)"
     with lockstep(timeout=20):

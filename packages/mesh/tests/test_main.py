@@ -1,4 +1,7 @@
-"""Covers: __main__.py: `python -m shoal_mesh` is the command line, and ends with the status of its command."""
+"""`python -m shoal_mesh` is the command line, and ends with the status of its command.
+
+Covers: __main__.py.
+"""
 
 from __future__ import annotations
 

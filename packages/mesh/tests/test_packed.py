@@ -1,4 +1,7 @@
-"""Covers: packed.py: many tensors in one collective, through shared memory in one round and many, and through gloo."""
+"""Many tensors in one collective, through shared memory in one round and many, and through gloo.
+
+Covers: packed.py.
+"""
 
 from __future__ import annotations
 

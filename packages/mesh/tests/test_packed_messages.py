@@ -1,4 +1,7 @@
-"""Covers: packed_messages.py: packing and unpacking of messages that take several rounds, without other ranks."""
+"""Packing and unpacking of messages that take several rounds, without other ranks.
+
+Covers: packed_messages.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Covers: peers.py: messages of a rank that has given up a collective. Tests of channels and streams end ranks."""
+"""Messages of a rank that has given up a collective. Tests of channels and streams end ranks.
+
+Covers: peers.py.
+"""
 
 from __future__ import annotations
 

@@ -114,7 +114,10 @@ def test_a_script_that_starts_ranks_when_imported_is_told_so(tmp_path: Path) -> 
 
 
 def _usage() -> tuple[int, int, int, int, int]:
-    """MiB, descriptors and threads of this process, and what is in the folders for files that are not kept."""
+    """MiB, descriptors and threads of this process.
+
+    It also has what is in the folders for files that are not kept.
+    """
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     folders = [
         len(os.listdir(folder))

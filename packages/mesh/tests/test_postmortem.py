@@ -1,4 +1,7 @@
-"""Covers: commands/mesh_commands.py: the files that ranks of torchrun write when one of them is lost."""
+"""The files that ranks of torchrun write when one of them is lost.
+
+Covers: commands/mesh_commands.py.
+"""
 
 from __future__ import annotations
 

@@ -98,7 +98,10 @@ def test_what_differs_inside_of_a_host_is_kept() -> None:
 
 @on_ranks(4)
 def test_slow_links_decide_the_order() -> None:
-    """Ranks 0 and 3 are as on one host, and ranks 1 and 2: messages between the two pairs take longer."""
+    """Ranks 0 and 3 are as on one host, and ranks 1 and 2.
+
+    Messages between the two pairs take longer.
+    """
     world, patch = require_world(), pytest.MonkeyPatch()
 
     class Slow:

@@ -1,4 +1,7 @@
-"""Covers: reductions.py, on real gloo ranks: which reductions a dtype has, and averages of half types."""
+"""Which reductions a dtype has, and averages of half types.
+
+Covers: reductions.py, on real gloo ranks.
+"""
 
 from __future__ import annotations
 

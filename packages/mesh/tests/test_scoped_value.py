@@ -1,4 +1,7 @@
-"""Covers: scoped_value.py: scopes end in any order, and each task, thread and context has its own."""
+"""Scopes end in any order, and each task, thread and context has its own.
+
+Covers: scoped_value.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Covers: channel.py: waits between ranks, collectives in flight together, and errors that end a wait in vain."""
+"""Waits between ranks, collectives in flight together, and errors that end a wait in vain.
+
+Covers: channel.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Covers: _torch.py (thread_object, set_thread_object): objects of a thread are counted once, in every torch."""
+"""Objects of a thread are counted once, in every torch.
+
+Covers: _torch.py (thread_object, set_thread_object).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Covers: _torch.py, `is_traced`: collectives of fake tensors send nothing, recorders see collectives as operators."""
+"""Collectives of fake tensors send nothing, recorders see collectives as operators.
+
+Covers: _torch.py, `is_traced`.
+"""
 
 from __future__ import annotations
 
@@ -135,7 +138,10 @@ def test_a_recorded_collective_loses_no_tangent() -> None:
 
 
 def test_what_starts_collectives_of_its_own_does_not_keep_the_interpreters_lock() -> None:
-    """Python's dispatcher keeps it in all that it calls, and a thread of gloo may need it to let the next one start."""
+    """Python's dispatcher keeps it in all that it calls.
+
+    A thread of gloo may need it to let the next one start.
+    """
     library: Any = torch.library.Library("shoal_test_lock", "DEF")  # type: ignore[no-untyped-call]  # of torch
     library.define("held(Tensor x) -> Tensor")
     library.impl("held", torch.clone, "CPU")

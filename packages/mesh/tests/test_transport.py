@@ -1,4 +1,7 @@
-"""Covers: transport.py: the transport of a communicator, and the collectives that use shared memory."""
+"""The transport of a communicator, and the collectives that use shared memory.
+
+Covers: transport.py.
+"""
 
 from __future__ import annotations
 

@@ -52,7 +52,10 @@ def test_uneven_blocks(order: str) -> None:
 
 
 def wait_for(flag: Path) -> None:
-    """Until another rank has made the file: it can only do so if what it started did not wait for this rank."""
+    """Wait until another rank has made the file.
+
+    It can only do so if what it started did not wait for this rank.
+    """
     end = time.monotonic() + 40
     while not flag.exists():
         assert time.monotonic() < end, "the other rank never got past starting its collective"

@@ -1,4 +1,7 @@
-"""Covers: calls.py (`materialized`), on real gloo ranks: every collective takes any view, and reads its values."""
+"""Every collective takes any view, and reads its values.
+
+Covers: calls.py (`materialized`), on real gloo ranks.
+"""
 
 from __future__ import annotations
 

@@ -148,7 +148,10 @@ def test_a_cycle_leaves_no_descriptors_and_no_threads(kept: bool, tmp_path: Path
 
 
 def _cycles(kept: bool, folder: str) -> list[tuple[int, int]]:
-    """Six times init, meshes, collectives, destroy; one mesh of the first cycle may be used in all."""
+    """Six times init, meshes, collectives, destroy.
+
+    One mesh of the first cycle may be used in all.
+    """
     rank, seen = dist.get_rank(), []
     held: list[DeviceMesh] = []
     dist.destroy_process_group()

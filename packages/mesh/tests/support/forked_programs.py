@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 __all__ = ["Program", "outputs_of"]
 
-# Importing torch takes two seconds of a processor, a fork takes none. Reads programs from stdin, runs
-# each in a fork as the main module, and leaves its output in a file of the folder in the argument.
+# Importing torch takes two seconds of a processor, a fork takes none. Reads programs from stdin,
+# runs each in a fork as the main module, and leaves its output in a file of the folder in the
+# argument.
 FORKS = """
 import gc, json, os, sys
 import torch, torch.distributed

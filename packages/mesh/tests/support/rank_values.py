@@ -1,4 +1,4 @@
-"""Values that differ by rank and element, and communicators whose order is not that of the group."""
+"""Values that differ by rank and element, and communicators in another order than the group's."""
 
 from __future__ import annotations
 

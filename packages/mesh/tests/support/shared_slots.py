@@ -1,4 +1,7 @@
-"""Communicators whose shared memory has small slots, so that messages in the background take many rounds."""
+"""Communicators whose shared memory has small slots.
+
+So messages in the background take many rounds.
+"""
 
 from __future__ import annotations
 

@@ -17,13 +17,19 @@ __all__ = ["SCRIPT", "run_script", "two_at_a_time"]
 def two_at_a_time(
     start: Callable[..., str], calls: Mapping[str, tuple[Any, ...]]
 ) -> dict[str, Future[str]]:
-    """What processes that need nothing of each other print, by name of the call that starts each and waits for it."""
+    """What processes that need nothing of each other print.
+
+    It is by name of the call that starts each and waits for it.
+    """
     with ThreadPoolExecutor(2) as threads:
         return {name: threads.submit(start, *args) for name, args in calls.items()}
 
 
 def run_script(tmp_path: Path, code: str, *command: str) -> str:
-    """What a script prints, started by a command (the command `-` reads it from stdin) in a process of its own."""
+    """What a script prints, started by a command in a process of its own.
+
+    The command `-` reads it from stdin.
+    """
     script = tmp_path / "script.py"
     tmp_path.mkdir(exist_ok=True)
     script.write_text(textwrap.dedent(code))

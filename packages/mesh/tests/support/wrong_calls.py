@@ -1,4 +1,7 @@
-"""Every public function with valid arguments, the values to put in their place, and which of them it accepts."""
+"""Every public function with valid arguments, and the values to put in their place.
+
+It also has the values that a function accepts.
+"""
 
 from __future__ import annotations
 
@@ -147,7 +150,10 @@ class _Table:
     def __call__(
         self, name: str, function: Callable[..., object], /, **arguments: tuple[Any, str]
     ) -> None:
-        """A function, and for each of its parameters what it takes, and the names of wrong values that are right."""
+        """A function, and for each of its parameters what it takes.
+
+        It also has the names of wrong values that are right.
+        """
         accepted = {parameter: set(words.split()) for parameter, (_, words) in arguments.items()}
         operation: object = dist.ReduceOp.SUM
         # as in torch 2.11: there it passes for no function
