@@ -61,7 +61,10 @@ class Attention(nn.Module):
 
 
 class Model(nn.Module):
-    """Every kind of layer that has an invariant form, with biases, and a Linear and a norm that no plan names."""
+    """Every kind of layer that has an invariant form, with biases.
+
+    A Linear and a norm are named by no plan.
+    """
 
     def __init__(self) -> None:
         super().__init__()

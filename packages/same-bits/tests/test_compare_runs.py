@@ -1,4 +1,7 @@
-"""Covers: runs/record.py, runs/fingerprints.py: the first value in which two runs differ is named."""
+"""The first value in which two runs differ is named.
+
+Covers: runs/record.py, runs/fingerprints.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Covers: runs/fingerprints.py, runs/record.py, __main__.py: runs on other meshes agree, and differences are named."""
+"""Runs on other meshes agree, and differences are named.
+
+Covers: runs/fingerprints.py, runs/record.py, __main__.py.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ NAMES = ("data", "tensor")
 
 
 def run(path: Path, mesh: DeviceMesh, *, sharded: bool = False, change: str = "") -> None:
-    """Two steps, each in a file of its number; before the second, one element of a parameter is changed."""
+    """Two steps, each in a file of its number.
+
+    Before the second, one element of a parameter is changed.
+    """
     torch.manual_seed(0)
     x = torch.randn(8, 8, 16, generator=torch.Generator().manual_seed(1)).chunk(mesh.size(0))[
         mesh.get_local_rank(0)
@@ -110,7 +116,10 @@ def test_a_fingerprint_is_that_of_the_whole_tensor(dtype: torch.dtype) -> None:
 
 @on_ranks(2)
 def test_indices_are_on_the_device_of_the_values() -> None:
-    """The indices of a rank that contributes nothing were on the CPU; meta stands for a GPU here."""
+    """The indices of a rank that contributes nothing were on the CPU.
+
+    Meta stands for a GPU here.
+    """
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("copies",))
     tensor = distribute_tensor(torch.zeros(4, 3, device="meta"), mesh, [Replicate()])
     part = part_of_tensor(tensor)

@@ -1,4 +1,7 @@
-"""Covers: microbatches.py: gradients of microbatches and of pipeline stages have the bits of one pass."""
+"""Gradients of microbatches and of pipeline stages have the bits of one pass.
+
+Covers: microbatches.py.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,10 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def one_pass(count: int) -> list[dict[str, Tensor]]:
-    """The gradients of `count` blocks, of one pass on one rank; the mean over the two ranks of a data axis halves."""
+    """The gradients of `count` blocks, of one pass on one rank.
+
+    The mean over the two ranks of a data axis halves.
+    """
     alone = init_device_mesh("cpu", (4, 1, 1), mesh_dim_names=("copies", "data", "tensor"))[
         "data", "tensor"
     ]

@@ -1,4 +1,7 @@
-"""Covers: invariant/self_check.py: every mechanism that is broken is found, and the operator named."""
+"""Every mechanism that is broken is found, and the operator named.
+
+Covers: invariant/self_check.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A tiny Llama of transformers whose sharded dims eight blocks divide, and a plan of it that returns whole logits."""
+"""A tiny Llama of transformers, and a plan of it that returns whole logits.
+
+Eight blocks divide its sharded dims.
+"""
 
 from __future__ import annotations
 
