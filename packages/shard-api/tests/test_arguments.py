@@ -1,4 +1,7 @@
-"""Wrong arguments of every public function: all ranks raise.  Covers: arguments.py, ranks/process_groups.py."""
+"""Wrong arguments of every public function: all ranks raise.
+
+Covers: arguments.py, ranks/process_groups.py.
+"""
 
 # mypy: disable-error-code="arg-type,list-item,dict-item"
 # Wrong types are what is tested.

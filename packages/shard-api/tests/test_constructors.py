@@ -1,4 +1,7 @@
-"""ShardedTensors from specs, local shards, local tensors and metadata.  Covers: tensor/sharded_tensor_base.py."""
+"""ShardedTensors from specs, local shards, local tensors and metadata.
+
+Covers: tensor/sharded_tensor_base.py.
+"""
 
 from __future__ import annotations
 

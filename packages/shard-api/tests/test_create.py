@@ -1,4 +1,7 @@
-"""Factories: values, properties, and random numbers equal to those of one device.  Covers: tensor/create.py."""
+"""Factories: values, properties, and random numbers equal to those of one device.
+
+Covers: tensor/create.py.
+"""
 
 from __future__ import annotations
 

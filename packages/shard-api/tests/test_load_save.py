@@ -1,4 +1,7 @@
-"""Checkpoints on real ranks: other layouts and numbers of ranks, padded, broken.  Covers: checkpoint.py."""
+"""Checkpoints on real ranks: other layouts and numbers of ranks, padded, broken.
+
+Covers: checkpoint.py.
+"""
 
 from __future__ import annotations
 

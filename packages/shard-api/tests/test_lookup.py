@@ -1,4 +1,7 @@
-"""embedding and embedding_bag with each rank's own indices, and with replicated ones.  Covers: ops/lookup.py."""
+"""embedding and embedding_bag with each rank's own indices, and with replicated ones.
+
+Covers: ops/lookup.py.
+"""
 
 # mypy: allow-untyped-calls
 # Torch gives `backward` and some of its functions no types.

@@ -1,4 +1,6 @@
-"""The same calls on torch's own classes and on these, where torch can do them at all: the same shards everywhere.
+"""The same calls on torch's own classes and on these, where torch can do them at all.
+
+The shards are the same everywhere.
 
 Covers: what this package promises to have in common with torch.distributed._shard.
 """

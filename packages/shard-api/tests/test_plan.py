@@ -1,4 +1,7 @@
-"""Planners; plans that do not fit a module: refused on all ranks, nothing changed.  Covers: module/shard_module.py."""
+"""Planners; plans that do not fit a module: refused on all ranks, nothing changed.
+
+Covers: module/shard_module.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Sub-groups, the default group, and the group of unpickled tensors.  Covers: ranks/process_groups.py."""
+"""Sub-groups, the default group, and the group of unpickled tensors.
+
+Covers: ranks/process_groups.py.
+"""
 
 from __future__ import annotations
 

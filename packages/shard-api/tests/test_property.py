@@ -46,7 +46,7 @@ def shapes(random: Random) -> Sequence[int]:
 
 
 def moves(seed: int, count: int) -> int:
-    """Chains of reshards through random specs, in place and not, with gradients through every other one."""
+    """Chains of reshards through random specs, in place and not; every other one has gradients."""
     random = Random(seed)
     for _ in range(count):
         shape = shapes(random)

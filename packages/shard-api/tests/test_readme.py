@@ -1,4 +1,7 @@
-"""Covers: README.md (its blocks run on four ranks), the examples in docstrings, and the names of the package."""
+"""Covers: README.md, the examples in docstrings, and the names of the package.
+
+The blocks of README.md run on four ranks.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ def test_the_blocks_run_in_order() -> None:
 
 
 def run_examples(name: str) -> str:
-    """The failures of the examples in a module's docstrings, which may use every public name and torch."""
+    """Failures of examples in a module's docstrings, which may use every public name and torch."""
     names = {each: getattr(shoal_shard_api, each) for each in shoal_shard_api.__all__}
     names |= {"torch": torch, "save": save, "load": load}
     runner, report = doctest.DocTestRunner(), io.StringIO()

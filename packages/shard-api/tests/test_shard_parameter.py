@@ -1,4 +1,7 @@
-"""shard_parameter and _shard_tensor, and their errors on all ranks.  Covers: module/shard_module.py."""
+"""shard_parameter and _shard_tensor, and their errors on all ranks.
+
+Covers: module/shard_module.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""ShardedOptimizer against the plain optimizer, also across layouts.  Covers: module/sharded_optimizer.py."""
+"""ShardedOptimizer against the plain optimizer, also across layouts.
+
+Covers: module/sharded_optimizer.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Checks of lists of shards, and overrides by class of spec.  Covers: spec/metadata.py, ops/dispatch.py."""
+"""Checks of lists of shards, and overrides by class of spec.
+
+Covers: spec/metadata.py, ops/dispatch.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Layouts and grids of placements, each expressed in the other, without ranks.  Covers: ops/grids.py."""
+"""Layouts and grids of placements, each expressed in the other, without ranks.
+
+Covers: ops/grids.py.
+"""
 
 from __future__ import annotations
 

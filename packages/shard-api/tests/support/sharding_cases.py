@@ -22,8 +22,10 @@ from shoal_shard_api import (
 WORLD = (0, 1, 2, 3)
 FULL = torch.arange(30.0).reshape(6, 5)
 KINDS = ("chunk", "uneven", "grid", "several", "bricks")
-"""Kinds of random specs: torch.chunk in any order on some ranks; ragged slabs; a 2 x 2 grid; any number of shards per
-rank; shards in no grid, one per rank."""
+"""Kinds of random specs.
+
+They are torch.chunk in any order on some ranks; ragged slabs; a 2 x 2 grid; any number of shards
+per rank; shards in no grid, one per rank."""
 
 
 def placements(*ranks: int) -> list[str]:
@@ -47,7 +49,7 @@ def enumerable(*shards: tuple[Sequence[int], Sequence[int], int]) -> EnumerableS
 
 
 def bricks(rows: int, columns: int, first: int = 2) -> EnumerableShardingSpec:
-    """Three columns on rank 3, in two shards, and the others on rank 1: what no DTensor can express."""
+    """Three columns on rank 3 in two shards, the others on rank 1: what no DTensor can express."""
     return enumerable(
         ([0, 0], [first, 3], 3),
         ([0, 3], [rows, columns - 3], 1),
@@ -58,7 +60,10 @@ def bricks(rows: int, columns: int, first: int = 2) -> EnumerableShardingSpec:
 def random_spec(
     random: Random, kind: str, shape: Sequence[int], ranks: Sequence[int] = WORLD
 ) -> ShardingSpec:
-    """A spec of one kind for a tensor of this shape; the same on every rank that has the same random state."""
+    """A spec of one kind for a tensor of this shape.
+
+    It is the same on every rank that has the same random state.
+    """
     order = random.sample(list(ranks), len(ranks))
     if kind == "chunk":
         return chunk(random.randrange(len(shape)), order[: random.randint(1, len(order))])
