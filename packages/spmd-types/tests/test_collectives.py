@@ -1,4 +1,7 @@
-"""Covers: collectives.py, conversions.py, moves.py, dtypes.py, line.py: values and gradients on ranks."""
+"""Values and gradients on ranks.
+
+Covers: collectives.py, conversions.py, moves.py, dtypes.py, line.py.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Types that programs declare: registries and boundaries of the checker.
 
-Covers: runtime.py, registries.py, checker.py, state.py, rules.py, rulecheck.py, scalar.py, dtensors.py, types.py.
+Covers: runtime.py, registries.py, checker.py, state.py, rules.py, rulecheck.py, scalar.py,
+    dtensors.py, types.py.
 """
 
 from __future__ import annotations

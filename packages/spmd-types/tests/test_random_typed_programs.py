@@ -1,4 +1,7 @@
-"""Covers: programs that pass the checker compute the result of one process; planted faults are rejected."""
+"""Covers: programs that pass the checker compute the result of one process.
+
+Planted faults are rejected.
+"""
 
 from __future__ import annotations
 
