@@ -1,4 +1,7 @@
-"""Covers: modules/composed_linear.py, styles/activation.py: heads of an attention on their ranks."""
+"""Heads of an attention on their ranks.
+
+Covers: modules/composed_linear.py, styles/activation.py.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,10 @@ from tp_checks import assert_same_gradients
 
 
 class Latent(nn.Module):
-    """Four heads of two features with a sink each; two more features that all heads read beside the latent."""
+    """Four heads of two features with a sink each.
+
+    All heads read two more features beside the latent.
+    """
 
     def __init__(self) -> None:
         super().__init__()

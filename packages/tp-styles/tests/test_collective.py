@@ -1,4 +1,6 @@
-"""The declared collectives of each lowering equal the counts of CommDebugMode, forward and backward, on real ranks.
+"""The declared collectives of each lowering equal the counts of CommDebugMode.
+
+This holds forward and backward, on real ranks.
 
 Covers: sharding/module_sharding.py, the `collectives` of every lowering in modules/.
 """

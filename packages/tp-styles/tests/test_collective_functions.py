@@ -1,4 +1,7 @@
-"""Each function's values, and its backward as the adjoint.  Covers: lowering/collective_functions.py."""
+"""Each function's values, and its backward as the adjoint.
+
+Covers: lowering/collective_functions.py.
+"""
 
 # mypy: allow-untyped-calls
 # Torch gives `backward` and some of its functions no types.

@@ -1,4 +1,6 @@
-"""Lowered modules under torch.compile, full graphs on real ranks.  Covers: lowering/parameters.py, lowering/ports.py.
+"""Lowered modules under torch.compile, full graphs on real ranks.
+
+Covers: lowering/parameters.py, lowering/ports.py.
 
 A traced model gives the outputs and gradients of the eager one; its graphs hold functional
 collectives and no others.
@@ -53,7 +55,7 @@ def compiled(module: Any, graphs: list[Any]) -> Any:
 
 
 def collectives(graph: Any) -> list[str]:
-    """Short names of a graph's collectives, and `other` for what waits for nothing the compiler sees."""
+    """Short names of a graph's collectives; `other` waits for nothing that the compiler sees."""
     names = [
         str(node.target)
         for node in graph.graph.nodes
@@ -66,7 +68,10 @@ def collectives(graph: Any) -> list[str]:
 
 
 def assert_same(start: nn.Module, plan: dict[str, Any], x: torch.Tensor) -> list[list[str]]:
-    """Outputs and gradients of the traced model are the eager one's; gives the collectives of each graph."""
+    """Outputs and gradients of the traced model are the eager one's.
+
+    Return the collectives of each graph.
+    """
     axis = init_device_mesh("cpu", (2,))
     eager: Any = parallelize_module(copy.deepcopy(start), axis, plan, on_unmatched="error")
     with torch.no_grad():
@@ -263,7 +268,10 @@ def test_checkpoints_run_their_collectives_again() -> None:
 
 @on_ranks(2, timeout=250)
 def test_lengths_of_dtensors_between_modules() -> None:
-    """A sequence-parallel model whose modules pass DTensors, and the loss of logits sharded by class: two graphs."""
+    """A sequence-parallel model whose modules pass DTensors, and the loss of logits by class.
+
+    There are two graphs.
+    """
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
     single = nn.Sequential(

@@ -1,4 +1,6 @@
-"""Compiled code follows the sizes of its inputs.  Covers: lowering/parameters.py, lowering/ports.py, losses.
+"""Compiled code follows the sizes of its inputs.
+
+Covers: lowering/parameters.py, lowering/ports.py, losses.
 
 Five batch sizes, then five sequence lengths, one graph each time, forward and backward. What is
 dynamic takes two graphs: one of the first size, one of any. What goes by way of DTensor takes one

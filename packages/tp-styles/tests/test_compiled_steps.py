@@ -24,7 +24,7 @@ STEPS, MAX_NORM = 5, 0.05
 
 
 class Model(nn.Module):
-    """Rows behind columns, which two ranks share unevenly, and a norm, whose parameters are plain."""
+    """Rows behind columns that two ranks share unevenly, and a norm whose parameters are plain."""
 
     def __init__(self) -> None:
         super().__init__()

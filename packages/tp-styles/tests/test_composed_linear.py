@@ -1,4 +1,7 @@
-"""Covers: modules/composed_linear.py, styles/linear.py: projections that are fused, by blocks and by heads."""
+"""Projections that are fused, by blocks and by heads.
+
+Covers: modules/composed_linear.py, styles/linear.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Covers: lowering/lowered.py: parameters that are computed from others since their plan was applied."""
+"""Parameters that are computed from others since their plan was applied.
+
+Covers: lowering/lowered.py.
+"""
 
 from __future__ import annotations
 

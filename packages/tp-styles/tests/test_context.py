@@ -34,7 +34,10 @@ from tp_checks import counts
 
 
 class Block(nn.Module):
-    """Norm, causal attention with grouped heads and rotary embeddings of given positions, and a projection."""
+    """Norm, causal attention with grouped heads, and a projection.
+
+    The attention has rotary embeddings of given positions.
+    """
 
     def __init__(self, reentrant: bool | None = None) -> None:
         super().__init__()

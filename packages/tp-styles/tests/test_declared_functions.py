@@ -1,4 +1,7 @@
-"""Covers: declared_functions.py: losses and exchanges of tokens in plain code pass the checker, or are refused."""
+"""Losses and exchanges of tokens in plain code pass the checker, or are refused.
+
+Covers: declared_functions.py.
+"""
 
 from __future__ import annotations
 

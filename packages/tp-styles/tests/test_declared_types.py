@@ -1,4 +1,7 @@
-"""Covers: declared_types.py: lowered modules pass the checker of plain SPMD code, with the right types."""
+"""Lowered modules pass the checker of plain SPMD code, with the right types.
+
+Covers: declared_types.py.
+"""
 
 from __future__ import annotations
 

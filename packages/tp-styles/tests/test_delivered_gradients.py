@@ -1,4 +1,6 @@
-"""Parameters get the gradients that autograd computes for their local shards, in every way to request them.
+"""Parameters get the gradients that autograd computes for their local shards.
+
+This holds for every way to request them.
 
 Covers: lowering/parameters.py.
 """

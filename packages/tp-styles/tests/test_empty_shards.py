@@ -1,4 +1,6 @@
-"""Fewer rows or features than ranks, and uneven shards in plain tensors: right, or refused on all ranks.
+"""Fewer rows or features than ranks, and uneven shards in plain tensors.
+
+They are right, or refused on all ranks.
 
 Covers: lowering/parameters.py, lowering/ports.py, modules/recurrent.py, modules/own_forward.py,
 module_sharding.py.

@@ -1,4 +1,7 @@
-"""Covers: styles/expert.py, module_kinds.py, expert_forward.py: declarations and refusals of styles, without ranks."""
+"""Declarations and refusals of styles, without ranks.
+
+Covers: styles/expert.py, module_kinds.py, expert_forward.py.
+"""
 
 from __future__ import annotations
 

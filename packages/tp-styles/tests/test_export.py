@@ -1,4 +1,6 @@
-"""A parallel module exported is a program of ATen operators and functional collectives: it runs without shoal.
+"""An exported parallel module is a program of ATen operators and functional collectives.
+
+It runs without shoal.
 
 Covers: lowering/parameters.py. The program is saved, loaded by processes in which no import of
 shoal succeeds, and gives the result of the module; AOTInductor compiles it.

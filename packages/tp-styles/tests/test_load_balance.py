@@ -1,4 +1,7 @@
-"""Covers: losses/functional.py: the loss of all tokens on ranks that each have some, against one device."""
+"""The loss of all tokens on ranks that each have some, against one device.
+
+Covers: losses/functional.py.
+"""
 
 from __future__ import annotations
 

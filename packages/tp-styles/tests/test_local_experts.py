@@ -1,4 +1,7 @@
-"""Covers: expert_forward.py: every rank holds some hidden features of all experts; against one device, in float64."""
+"""Every rank holds some hidden features of all experts; against one device, in float64.
+
+Covers: expert_forward.py.
+"""
 
 from __future__ import annotations
 

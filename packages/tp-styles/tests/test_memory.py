@@ -1,4 +1,6 @@
-"""Memory of lowered modules between forward and backward, and at its peak, compared with code by hand.
+"""Memory of lowered modules between forward and backward, and at its peak.
+
+It is compared with code by hand.
 
 Covers: lowering/parameters.py, and the memory of the layer as a whole.
 """
@@ -80,7 +82,7 @@ def saved(run: Callable[[], Tensor], params: list[Any]) -> int:
 
 
 def peak(run: Callable[[], Tensor], params: list[Any]) -> int:
-    """The most that a forward and backward into fresh gradients hold beyond what was there before."""
+    """The most that a forward and backward into fresh gradients hold beyond the memory before."""
     found = []
     for _ in range(3):  # what gloo's threads still hold differs
         for param in params:

@@ -1,4 +1,7 @@
-"""Norms by tokens and by channels.  Covers: modules/{own_forward,channels}.py, styles/activation.py."""
+"""Norms by tokens and by channels.
+
+Covers: modules/{own_forward,channels}.py, styles/activation.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Collectives in chunks that overlap with products, against one device.  Covers: lowering/overlap.py."""
+"""Collectives in chunks that overlap with products, against one device.
+
+Covers: lowering/overlap.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Gradients of lowered modules are added to `.grad` directly, or through autograd if a hook needs them; on real ranks.
+"""Gradients of lowered modules are added to `.grad` directly.
+
+If a hook needs them, they go through autograd. The tests run on real ranks.
 
 Covers: lowering/parameters.py.
 """

@@ -1,4 +1,7 @@
-"""Covers: expert_forward.py: mixtures on ranks against one device, forward and backward, in float64."""
+"""Mixtures on ranks against one device, forward and backward, in float64.
+
+Covers: expert_forward.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Selective activation checkpointing: saved tensors are not written to.  Covers: _torch.py, lowering/."""
+"""Selective activation checkpointing: saved tensors are not written to.
+
+Covers: _torch.py, lowering/.
+"""
 
 # mypy: disable-error-code="attr-defined, union-attr"
 # Gradients are DTensors here, and parameters have attributes of users.

@@ -1,4 +1,7 @@
-"""Covers: expert_forward.py, token_route.py: a shared expert that runs while tokens are in flight to routed experts."""
+"""A shared expert that runs while tokens are in flight to routed experts.
+
+Covers: expert_forward.py, token_route.py.
+"""
 
 from __future__ import annotations
 

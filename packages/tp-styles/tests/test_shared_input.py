@@ -51,7 +51,7 @@ READERS = {
 
 
 def interleaved(module: Readers, ways: int) -> Readers:
-    """The single module whose q gives each rank's two halves in the order that the parallel one's ranks see."""
+    """The single module whose q gives a rank's halves in the order of the parallel one's ranks."""
     order = torch.arange(16).view(ways, 2, 8 // ways).transpose(0, 1).reshape(-1)
     single = copy.deepcopy(module)
     with torch.no_grad():

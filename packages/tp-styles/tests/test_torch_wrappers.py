@@ -1,4 +1,6 @@
-"""torch's own data parallelism and sharded tensors over a mesh or parameters of shoal: right, or refused at the call.
+"""torch's own data parallelism and sharded tensors over a mesh or parameters of shoal.
+
+They are right, or refused at the call.
 
 Covers: parallel modules in torch's own wrappers.
 """

@@ -31,7 +31,7 @@ HEAD_DIM = 4
 
 
 class Attention(nn.Module):
-    """Grouped-query attention that reads the number of heads off the activations, or has its own."""
+    """Grouped-query attention that reads its number of heads off activations, or has its own."""
 
     def __init__(
         self, heads: int, kv_heads: int, own_count: bool = False, norm: bool = False

@@ -22,7 +22,10 @@ def run(single: Mixture, x: Tensor) -> Any:
 def assert_same_on_shards(
     module: Any, single: Mixture, sizes: tuple[int, ...], rank: int, comm: Any
 ) -> None:
-    """A mixture whose ranks have tokens of their own gives the rows of one device; all gradients add up."""
+    """A mixture whose ranks have tokens of their own gives the rows of one device.
+
+    All gradients add up.
+    """
     x: Any = torch.randn(sum(sizes), WIDTH, dtype=torch.double, requires_grad=True)
     out = run(single, x)
     mine = x.detach().split(sizes)[rank].clone().requires_grad_()

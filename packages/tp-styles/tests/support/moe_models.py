@@ -1,4 +1,7 @@
-"""Mixtures of experts for tests: packed weights of either orientation, lists, and rows sorted by expert."""
+"""Mixtures of experts for tests: packed weights of either orientation, lists, and sorted rows.
+
+The rows are sorted by expert.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ WIDTH, HIDDEN = 8, 6
 
 
 class PackedExperts(nn.Module):
-    """Gate and up in one weight, as (experts, out, in), or as (experts, in, out) with biases and interleaved."""
+    """Gate and up in one weight, as (experts, out, in).
+
+    Or it is (experts, in, out) with biases and interleaved.
+    """
 
     def __init__(self, experts: int, transposed: bool = False) -> None:
         super().__init__()

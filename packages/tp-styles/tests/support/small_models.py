@@ -1,4 +1,6 @@
-"""Small models with known plans, and `assert_same_parameters`, the comparison of a parallel module with one device's.
+"""Small models with known plans, and `assert_same_parameters`.
+
+It compares a parallel module with one device's.
 
 `MLP` (10-16-10, seed 5), and `Transformer`, a toy GPT with learned positions and its plan, with and
 without sequence parallelism. `own_shard` is this rank's shard of a global tensor on the mesh of
@@ -44,7 +46,9 @@ def _naming(name: str) -> Callable[[str], str]:
 
 
 def assert_same_parameters(module: nn.Module, single: nn.Module, **tolerance: Any) -> None:
-    """Raise unless a parallel module, made plain again, has the single one's parameters, gradients and buffers.
+    """Raise unless a parallel module, made plain again, has what the single one has.
+
+    Compared are parameters, gradients and buffers.
 
     Args:
         module: a parallel module that took no step; plain afterwards.
@@ -147,7 +151,7 @@ class ModelArgs:
 
 
 class Attention(nn.Module):
-    """Multi-head attention over the heads that the projections return: all of them, or this rank's."""
+    """Multi-head attention over the heads that the projections return: all, or this rank's."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
@@ -198,7 +202,9 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Tokens `(batch, sequence)` -> logits `(batch, sequence, vocab)`; `transformer_plan` parallelizes it.
+    """Tokens `(batch, sequence)` -> logits `(batch, sequence, vocab)`.
+
+    `transformer_plan` parallelizes it.
 
     Example:
         >>> Transformer(ModelArgs(n_layers=1))(torch.zeros(2, 5, dtype=torch.long)).shape
