@@ -1,4 +1,7 @@
-"""Weights of a training mesh in a serving mesh of other degrees.  Covers: running/copy_weights.py."""
+"""Weights of a training mesh in a serving mesh of other degrees.
+
+Covers: running/copy_weights.py.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ PLANS: dict[str, Any] = {
 
 
 def assert_equal(target: Any, expected: Any) -> None:
-    """What every rank holds is its part of the expected values: saved boxes compare without gathering."""
+    """What every rank holds is its part of the values: saved boxes compare without gathering."""
     state = expected.state_dict()
     weights = weights_of(target)
     assert {weight.name for weight in weights} == state.keys()

@@ -1,4 +1,6 @@
-"""Mappings learned from the loaders of inference engines, re-made, against a direct load of the files.
+"""Mappings learned from the loaders of inference engines, against a direct load of the files.
+
+The engines are re-made.
 
 Covers: learn/loaders.py, learn/conversions.py.
 """

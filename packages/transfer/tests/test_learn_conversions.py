@@ -1,4 +1,4 @@
-"""Mappings learned from transformers' weight conversions give the tensors that `save_pretrained` writes.
+"""Mappings from transformers' weight conversions give the tensors that `save_pretrained` writes.
 
 Covers: learn/conversions.py.
 """

@@ -1,4 +1,6 @@
-"""Mappings that differ from the server's loader: each fault is found before anything is sent, or by the digest.
+"""Mappings that differ from the server's loader.
+
+Each fault is found before anything is sent, or by the digest.
 
 Covers: learn/witness.py.
 """

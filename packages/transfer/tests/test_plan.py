@@ -51,7 +51,7 @@ def held_elements(manifest: Manifest, values: dict[str, Tensor]) -> dict[int, di
 def lower_bounds(
     plan: TransferPlan, before: dict[str, Tensor], after: dict[str, Tensor]
 ) -> tuple[int, int]:
-    """Elements that must move between ranks, and between hosts: each once per receiver that lacks it."""
+    """Elements that must move between ranks, and between hosts: once per receiver without them."""
     held = held_elements(plan.source, before)
     wanted = held_elements(plan.target, after)
     of_host: dict[tuple[str, str], set[int]] = defaultdict(set)

@@ -1,8 +1,11 @@
-"""Five faults that prove themselves, each found before a byte moves or before elements are committed.
+"""Five faults that prove themselves.
+
+Each is found before a byte moves or before elements are committed.
 
 A complete mapping without overlaps is what its plan does, so algebra alone finds none of these. The
 witnesses do: the server's recorded loader before a byte moves, version 0 before anything is
-committed; versions are compared before a byte moves, and a stale base of a delta has another digest.
+committed; versions are compared before a byte moves, and a stale base of a delta has
+another digest.
 
 Covers: running/weight_transfer.py, mapping/weight_mapping.py, learn/witness.py.
 """

@@ -1,4 +1,7 @@
-"""Intersections, gaps and overlaps of progressions against sets of indices.  Covers: mapping/regions.py."""
+"""Intersections, gaps and overlaps of progressions against sets of indices.
+
+Covers: mapping/regions.py.
+"""
 
 from __future__ import annotations
 

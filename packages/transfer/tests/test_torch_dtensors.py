@@ -1,4 +1,7 @@
-"""Weights in torch's own DTensors and ShardedTensors, as sources.  Covers: manifest/local_boxes.py."""
+"""Weights in torch's own DTensors and ShardedTensors, as sources.
+
+Covers: manifest/local_boxes.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Transfers between processes that share no group.  Covers: running/folder_wire.py, running/wires.py."""
+"""Transfers between processes that share no group.
+
+Covers: running/folder_wire.py, running/wires.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Small servers whose loaders write parameters in many ways, and the results of these loaders for real tensors."""
+"""Small servers whose loaders write parameters in many ways.
+
+The results of these loaders for real tensors are here too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random manifests, and mappings between them: layouts of specs on meshes, pipelines and experts."""
+"""Random manifests and mappings between them: layouts of specs on meshes, pipelines, experts."""
 
 from __future__ import annotations
 

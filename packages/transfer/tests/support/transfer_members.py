@@ -86,7 +86,10 @@ def trainer_that_dies(home: str) -> None:
 
 
 def member_of_three(member: int, kind: str, mode: Mode, home: str) -> None:
-    """Member 0 trains; 1 and 2 serve; member 2 dies while version 2 arrives, and 1 writes what it has."""
+    """Member 0 trains; 1 and 2 serve.
+
+    Member 2 dies while version 2 arrives, and 1 writes what it has.
+    """
     torch.set_num_threads(1)
     wire = wire_of(member, kind, home, size=3)
     if member == 2:
