@@ -811,7 +811,7 @@ class Doubled(nn.Module):
         self.layer, self.drop = nn.Linear(4, 4), nn.Dropout(0.5)
         self.factor = 2.0
         inside = self.forward
-        self.forward = lambda x: self.factor * inside(x)  # type: ignore[method-assign]  # as programs do
+        self.forward = lambda x: self.factor * inside(x)  # type: ignore[method-assign]  # as users
 
     def forward(self, x: Tensor) -> Any:
         return self.drop(self.layer(x))

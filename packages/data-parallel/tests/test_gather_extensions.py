@@ -34,7 +34,7 @@ class Layers(nn.Module):
         self.second = nn.Linear(rows, columns, dtype=torch.float64)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.second(F.relu(self.first(x)))  # type: ignore[no-any-return]  # modules are untyped
+        return self.second(F.relu(self.first(x)))  # type: ignore[no-any-return]  # untyped
 
 
 def layers(size: tuple[int, int]) -> Layers:
@@ -65,7 +65,8 @@ def straight_through(model: Layers, x: Tensor) -> Tensor:
     """The model in one process, computing with the rounded weight."""
     weight = model.first.weight
     rounded = weight + (as_sent(weight.detach()) - weight.detach())
-    return model.second(F.relu(F.linear(x, rounded, model.first.bias)))  # type: ignore[no-any-return]  # modules are untyped
+    activations = F.relu(F.linear(x, rounded, model.first.bias))
+    return model.second(activations)  # type: ignore[no-any-return]  # modules are untyped
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -158,7 +159,8 @@ def test_what_is_not_possible_is_an_error_on_all_ranks() -> None:
         fully_shard(fresh().first, mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1))
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     model = fresh()
-    placed = distribute_tensor(model.first.weight.wide, grid["tensor"], [Shard(0)])  # type: ignore[attr-defined]  # Float8Weight
+    wide: Any = model.first.weight
+    placed = distribute_tensor(wide.wide, grid["tensor"], [Shard(0)])
     placed._local_tensor = Float8Weight(placed.to_local())
     model.first.weight = nn.Parameter(placed)
     with pytest.raises(LayoutError, match="styles have placed"):

@@ -132,7 +132,8 @@ def test_kept_gradients_of_another_kind_of_loss_are_an_error(how: str) -> None:
         global_contrast(model, mesh).backward()
     with pytest.raises(
         StyleError,
-        match="shared by 4 data-parallel ranks, and the gradients of this backward to a loss shared by 1",
+        match="shared by 4 data-parallel ranks, and the gradients of this backward to a loss "
+        "shared by 1",
     ):
         sum(out.sum() for out in model(*rows_of(mesh))).backward()
     model.zero_grad()

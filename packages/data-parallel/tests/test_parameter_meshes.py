@@ -355,7 +355,10 @@ def test_axes_that_are_not_there_are_refused(world: DeviceMesh) -> None:
         HSDPMeshInfo(world, shard_mesh_dim=1)
 
 
-@pytest.mark.parametrize("answer", [3, ShardPlacementResult(None, "data")])  # type: ignore[arg-type]  # refused
+@pytest.mark.parametrize(
+    "answer",
+    [3, ShardPlacementResult(None, "data")],  # type: ignore[arg-type]  # refused
+)
 def test_other_answers_are_refused(world: DeviceMesh, answer: Any) -> None:
     with pytest.raises(LayoutError, match="shard_placement_fn: expected"):
         fully_shard(nn.Linear(4, 4), world["shards"], shard_placement_fn=lambda _: answer)

@@ -278,7 +278,8 @@ class Recomputing(nn.Sequential):
     """Its layer, recomputed."""
 
     def forward(self, x: Tensor) -> Any:
-        return Recomputed.apply(self[0], x, *self[0].parameters())  # type: ignore[no-untyped-call]  # torch
+        apply: Any = Recomputed.apply
+        return apply(self[0], x, *self[0].parameters())
 
 
 @SHARDED

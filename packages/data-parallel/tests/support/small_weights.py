@@ -48,7 +48,9 @@ class _Wrapper(torch.Tensor):
         return [*self.parts], self.dtype
 
     @classmethod
-    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's stub is of an instance
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub is of an instance
+        cls, op: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         first = args[0]
         if op in KEEPS_CLASS and isinstance(first, _Wrapper):
@@ -62,7 +64,8 @@ class _Wrapper(torch.Tensor):
     def write(self, values: Tensor) -> None:
         raise NotImplementedError
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch documents
+    # as torch documents
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
 
 class Float8Weight(_Wrapper):
