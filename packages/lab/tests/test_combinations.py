@@ -39,7 +39,8 @@ def explain(
         index = positions[shards[rank]] if shards else positions
         copies.append(RankCopy(rank, "w", by_rank(rank), index))
     setting = Setting(grid, 1e-9, backwards=4)
-    return explain_copies(copies, Expected(whole, **expected), setting, "gradient")  # type: ignore[arg-type]  # fields of Expected
+    wanted = Expected(whole, **expected)  # type: ignore[arg-type]  # fields of Expected
+    return explain_copies(copies, wanted, setting, "gradient")
 
 
 def parts(axis: str, weights: tuple[float, ...] = (1.0, 1.0, 1.0)) -> Callable[[int], Tensor]:
@@ -55,8 +56,18 @@ def parts(axis: str, weights: tuple[float, ...] = (1.0, 1.0, 1.0)) -> Callable[[
     ("by_rank", "kind", "axes", "words"),
     [
         (parts("tp"), "missing reduction", ("tp",), "right after a sum over tp"),
-        (lambda rank: 3 * parts("tp")(rank), "missing reduction", ("tp",), "right after a mean over tp"),
-        (lambda rank: 2 * parts("tp")(rank), "missing reduction", ("tp",), "after a sum it is 2 times too large"),
+        (
+            lambda rank: 3 * parts("tp")(rank),
+            "missing reduction",
+            ("tp",),
+            "right after a mean over tp",
+        ),
+        (
+            lambda rank: 2 * parts("tp")(rank),
+            "missing reduction",
+            ("tp",),
+            "after a sum it is 2 times too large",
+        ),
         (lambda rank: 2 * values(), "too large", ("dp",), "2 times too large"),
         (lambda rank: values() / 3, "too small", ("tp",), "3 times too small"),
         (lambda rank: 6 * values(), "too large", ("dp", "tp"), "6 times too large"),
@@ -66,11 +77,26 @@ def parts(axis: str, weights: tuple[float, ...] = (1.0, 1.0, 1.0)) -> Callable[[
         (lambda rank: 0.37 * values(), "scaled", (), "scaled by 0.37"),
         (lambda rank: 0 * values(), "zero", (), "zero on all ranks"),
         (lambda rank: values() * (GRID.position(rank, "dp") == 0), "zero", ("dp",), "at dp=1"),
-        (lambda rank: values() * (2 if GRID.position(rank, "tp") == 1 else 1), "too large", ("tp",), "at tp=1"),
+        (
+            lambda rank: values() * (2 if GRID.position(rank, "tp") == 1 else 1),
+            "too large",
+            ("tp",),
+            "at tp=1",
+        ),
         (lambda rank: values()[[1, 0, 2, 3, 4, 5]], "permuted", (), "dim 0"),
         (parts("tp", (0.5, 2.0, 3.0)), "missing reduction", ("tp",), "weights 0.5, 2, 3"),
-        (lambda rank: values() * torch.tensor([2.0] * 3 + [1.0] * 3)[:, None], "too large", ("dp",), "rows 0-2 of 6"),
-        (lambda rank: values() * (1.1 + rank), "scaled", ("dp", "tp"), "a different factor on each rank"),
+        (
+            lambda rank: values() * torch.tensor([2.0] * 3 + [1.0] * 3)[:, None],
+            "too large",
+            ("dp",),
+            "rows 0-2 of 6",
+        ),
+        (
+            lambda rank: values() * (1.1 + rank),
+            "scaled",
+            ("dp", "tp"),
+            "a different factor on each rank",
+        ),
         (lambda rank: values() * torch.nan, "missing", (), "nan"),
     ],
 )  # fmt: skip

@@ -34,8 +34,8 @@ def test_arguments_reach_the_script_and_axes_have_the_names_of_the_user(
     assert main(["certify", SCRIPT, "--mesh", "dp=2", "--", "--wrong"]) == 1
     printed = capsys.readouterr().out
     assert (
-        "gradient of 0.weight, 0.bias, 2.weight, 2.bias: 2 times too large: mean taken as sum over dp"
-        in printed
+        "gradient of 0.weight, 0.bias, 2.weight, 2.bias: 2 times too large: "
+        "mean taken as sum over dp" in printed
     )
     assert f"certify {SCRIPT} --mesh dp=2 -- --wrong\n" in printed
 

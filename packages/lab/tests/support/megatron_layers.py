@@ -107,7 +107,9 @@ class VocabularyEmbedding(nn.Module):
         is_elsewhere = (local < 0) | (local >= len(self.weight))
         rows = F.embedding(local.masked_fill(is_elsewhere, 0), self.weight)
         partial = rows.masked_fill(is_elsewhere[..., None], 0.0)
-        return ScatterSumOfSequence.apply(partial)  # type: ignore[no-any-return, no-untyped-call]  # of torch
+        apply: Any = ScatterSumOfSequence.apply
+        scattered: Tensor = apply(partial)
+        return scattered
 
 
 class ColumnParallelLinear(nn.Module):
@@ -120,7 +122,8 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply this rank's features to the whole sequence."""
-        return F.linear(GatherSequence.apply(x), self.weight, self.bias)  # type: ignore[no-untyped-call]  # of torch
+        whole = GatherSequence.apply(x)  # type: ignore[no-untyped-call]  # of torch
+        return F.linear(whole, self.weight, self.bias)
 
 
 class RowParallelLinear(nn.Module):
@@ -133,7 +136,8 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Sum over the ranks' features, and add the whole bias once."""
-        total: Tensor = ScatterSumOfSequence.apply(F.linear(x, self.weight))  # type: ignore[no-untyped-call]  # of torch
+        apply: Any = ScatterSumOfSequence.apply
+        total: Tensor = apply(F.linear(x, self.weight))
         return total + self.bias
 
 
@@ -185,7 +189,9 @@ class LanguageModel(nn.Module):
         hidden = self.embedding(ids)
         for block in self.blocks:
             hidden = block(hidden)
-        whole = GatherSequence.apply(self.final_norm(hidden))  # type: ignore[no-untyped-call]  # of torch
+        normed = self.final_norm(hidden)
+        whole = GatherSequence.apply(normed)  # type: ignore[no-untyped-call]  # of torch
         logits = F.linear(whole, self.embedding.weight)
-        losses: Tensor = VocabularyCrossEntropy.apply(logits, target)  # type: ignore[no-untyped-call]  # of torch
+        loss: Any = VocabularyCrossEntropy.apply
+        losses: Tensor = loss(logits, target)
         return losses

@@ -15,7 +15,8 @@ _data_group: Any = None
 
 def initialize_model_parallel(tensor_size: int) -> None:
     """Make groups of consecutive tensor-parallel ranks, and data-parallel groups across them."""
-    global _tensor_group, _data_group  # noqa: PLW0603  # state per rank in a module is what is tested
+    # The state per rank in a module is what is tested.
+    global _tensor_group, _data_group  # noqa: PLW0603  # see above
     world = dist.get_world_size()
     if world % tensor_size:
         raise RuntimeError(f"{world} ranks cannot be divided into groups of {tensor_size}")
