@@ -45,7 +45,8 @@ class _Block(nn.Module):
         self.along = (mesh, "tp")
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.lin(_Reduced.apply(x, self.along))  # type: ignore[no-untyped-call]  # torch has no types
+        reduced = _Reduced.apply(x, self.along)  # type: ignore[no-untyped-call]  # torch
+        y: Tensor = self.lin(reduced)
         return y + all_reduce(y.detach(), self.along)
 
 

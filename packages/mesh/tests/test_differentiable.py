@@ -93,7 +93,8 @@ def test_the_replicated_pair() -> None:
     assert x.grad is not None
     assert x.grad.tolist() == [1, 1]
     y = torch.ones(2, requires_grad=True)
-    (d.sum_gradients(y, comm) * comm.rank).sum().backward()  # type: ignore[no-untyped-call]  # torch has no types here
+    total = (d.sum_gradients(y, comm) * comm.rank).sum()
+    total.backward()  # type: ignore[no-untyped-call]  # torch has no types here
     assert y.grad is not None
     assert y.grad.tolist() == [6, 6]
 
@@ -117,7 +118,8 @@ def test_gradients_trace() -> None:
         return (differentiable.all_gather(x * x, comm) * (comm.rank + 1)).sum()
 
     x = torch.ones(4, requires_grad=True)
-    torch.compile(program, backend="aot_eager", fullgraph=True)(x).backward()  # type: ignore[no-untyped-call]  # torch has no types here
+    compiled = torch.compile(program, backend="aot_eager", fullgraph=True)
+    compiled(x).backward()  # type: ignore[no-untyped-call]  # torch has no types here
     assert x.grad is not None
     assert x.grad.tolist() == [6.0] * 4
 

@@ -185,7 +185,7 @@ def _enters_while_the_other_reads(port: int) -> int:
     ones = torch.ones(1)
     all_reduce(ones, (mesh, 0))
     if dist.get_rank() == 0:
-        Stream.wait = late  # type: ignore[method-assign, assignment]  # of this process, for one call
+        Stream.wait = late  # type: ignore[method-assign, assignment]  # for one call
     total = all_reduce(ones, (mesh, 0))
     Stream.wait = stream_wait  # type: ignore[method-assign]  # as above
     world = ElasticWorld(TCPStore("127.0.0.1", port, is_master=False), 2)

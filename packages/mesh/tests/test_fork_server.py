@@ -51,7 +51,8 @@ def _imported() -> bool:
 
 
 def test_a_module_that_the_program_has_made_itself_keeps_no_rank_from_starting() -> None:
-    code = f"from {worker.__name__} import serve_forks; serve_forks(['transformers.models.of_the_program'])"
+    served = "serve_forks(['transformers.models.of_the_program'])"
+    code = f"from {worker.__name__} import serve_forks; {served}"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     server = subprocess.run(
         [sys.executable, "-c", code], stdin=subprocess.DEVNULL, env=env, check=False

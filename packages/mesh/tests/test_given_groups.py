@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -134,7 +135,8 @@ def test_derived_meshes_keep_the_order_of_ranks() -> None:
 
 def test_the_order_of_ranks_is_a_bool() -> None:
     with pytest.raises(MeshTypeError, match="preserve_rank_order"):
-        DeviceMesh("cpu", [0], preserve_rank_order="yes", _init_backend=False, _rank=0)  # type: ignore[arg-type]  # wrong on purpose
+        wrong: Any = "yes"
+        DeviceMesh("cpu", [0], preserve_rank_order=wrong, _init_backend=False, _rank=0)
 
 
 # --- the end of groups ----------------------------------------------------------------------------

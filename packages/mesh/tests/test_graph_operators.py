@@ -94,7 +94,8 @@ def all_of(
 
 def assert_same_bits(programs: dict[str, Any], found: list[Any], expected: list[Any]) -> None:
     for name, one, other in zip(programs, found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0, msg=lambda s, n=name: f"{n}: {s}")  # type: ignore[misc]  # called at once
+        message: Any = lambda s, n=name: f"{n}: {s}"  # noqa: E731  # called at once
+        torch.testing.assert_close(one, other, rtol=0, atol=0, msg=message)
 
 
 @TRACED

@@ -50,7 +50,7 @@ class GlooInPython(dist.ProcessGroup):
     label: ClassVar[str]
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]  # the stub knows the form with a store only
+        super().__init__(rank, size)  # type: ignore[call-arg]  # the stub takes a store
         self.inner = dist.ProcessGroupGloo(store, rank, size, timeout)
         self.called = Counter()
         self._size, self._name = size, ""

@@ -76,7 +76,9 @@ def write_package(folder: Path) -> None:
     """Write a package whose main module imports slow modules through its other modules."""
     sources = {
         "__init__": "",
-        "main": "import sys, torch\nfrom . import first\nprint(first, file=open(sys.argv[1], 'a'))\n",
+        "main": (
+            "import sys, torch\nfrom . import first\nprint(first, file=open(sys.argv[1], 'a'))\n"
+        ),
         "first": "import beside.second as second\nimport not_installed.module as m\n",
         "second": "from .deep.third import name\nfrom torch import fft\n",
         "deep/third": "from ..fourth import name\nimport torch.distributed.checkpoint\n",

@@ -112,5 +112,5 @@ def test_a_line_without_a_number_is_refused() -> None:
 def test_the_extension_in_ipython(capsys: pytest.CaptureFixture[str]) -> None:
     shell = InteractiveShell.instance()
     shell.run_line_magic("load_ext", NAME)
-    shell.run_cell_magic("ranks", "2", "print('hello')")  # type: ignore[no-untyped-call]  # IPython has no types here
+    shell.run_cell_magic("ranks", "2", "print('hello')")  # type: ignore[no-untyped-call]  # IPython
     assert "[ranks 0, 1] hello" in capsys.readouterr().out

@@ -67,7 +67,8 @@ DEFINITIONS = """
 
     if __name__ == "__main__":
         with LOCK:
-            print(launch(called, 2, lambda config: base() + config.step * isinstance(config, Config), Config()))
+            work = lambda config: base() + config.step * isinstance(config, Config)
+            print(launch(called, 2, work, Config()))
         print(launch(lambda: [LOCK.locked(), type(Config()) is Config], 2))
 """
 

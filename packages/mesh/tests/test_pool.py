@@ -123,7 +123,8 @@ def _usage() -> tuple[int, int, int, int, int]:
         len(os.listdir(folder))
         for folder in ("/proc/self/fd", "/proc/self/task", gettempdir(), "/dev/shm")
     ]
-    return (pages * os.sysconf("SC_PAGE_SIZE") >> 20, *folders)  # type: ignore[return-value]  # four of them
+    mebibytes = pages * os.sysconf("SC_PAGE_SIZE") >> 20
+    return (mebibytes, *folders)  # type: ignore[return-value]  # four of them
 
 
 def _one() -> int:

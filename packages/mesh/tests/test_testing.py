@@ -45,7 +45,8 @@ class TestOnRanks(RankTestCase):
         self.mesh = self.build_mesh(names=("dp",))
 
     def test_the_method_runs_on_ranks(self) -> None:
-        self.assertEqual(all_reduce(torch.ones(()), (self.mesh, "dp")).item() * self.scale, 6)  # noqa: PT009 - unittest
+        total = all_reduce(torch.ones(()), (self.mesh, "dp")).item()
+        self.assertEqual(total * self.scale, 6)  # noqa: PT009  # a unittest
         for i in range(2):
             with self.subTest(i=i):
                 assert dist.get_world_size() == 2

@@ -171,7 +171,8 @@ def _cycles(kept: bool, folder: str) -> list[tuple[int, int]]:
 
 ENDS = """
 import atexit, torch.distributed as dist
-atexit.register(lambda: print("still there:", dist.is_initialized()))  # runs after what is registered later
+# runs after what is registered later
+atexit.register(lambda: print("still there:", dist.is_initialized()))
 from shoal_mesh import init_device_mesh
 mesh = init_device_mesh("cpu", (1,))
 print("while it runs:", dist.is_initialized())

@@ -115,7 +115,8 @@ def groups(rank: int, size: int) -> list[Any]:
     dist.all_reduce(total, group=mine)
     alone = dist.new_group([rank], use_local_synchronization=True)
     dist.all_reduce(total, group=alone)
-    own, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])  # type: ignore[no-untyped-call]  # of torch
+    enumerate_groups: Any = dist.new_subgroups_by_enumeration
+    own, _ = enumerate_groups([[0, 2], [1, 3]])
     gathered = torch.zeros(2)
     dist.all_gather_into_tensor(gathered, torch.tensor([float(rank)]), group=own)
     dist.barrier(group=mine)

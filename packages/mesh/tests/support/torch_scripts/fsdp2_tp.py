@@ -39,7 +39,8 @@ def main() -> None:
         optimizer.zero_grad()
         total = loss.detach().clone()
         dist.all_reduce(total, group=mesh["dp"].get_group())
-        losses.append([total.item() / (size // 2), norm.full_tensor().item()])  # type: ignore[attr-defined]  # a DTensor
+        whole_norm = norm.full_tensor().item()  # type: ignore[attr-defined]  # a DTensor
+        losses.append([total.item() / (size // 2), whole_norm])
     if dist.get_rank() == 0:
         with open(sys.argv[1], "w") as file:
             print(losses, file=file)
