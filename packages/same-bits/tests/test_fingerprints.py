@@ -48,7 +48,7 @@ def run(path: Path, mesh: DeviceMesh, *, sharded: bool = False, change: str = ""
                 loss = tree_sum(
                     out.redistribute(placements=[Replicate()]).to_local().square().flatten()
                 )
-                (loss * mesh.size(0)).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+                (loss * mesh.size(0)).backward()  # type: ignore[no-untyped-call]  # torch
                 optimizer.step()
             if mesh.get_rank() == 0:
                 record.save(path / str(step))
