@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -53,7 +54,9 @@ def test_an_enumerable_spec_without_shards() -> None:
 
 
 @given(st.integers(1, 30), st.permutations([0, 1, 2, 3]), st.integers(0, 1), st.randoms())
-def test_a_chunk_spec_is_inferred_from_its_shards(size, order, dim, random) -> None:  # type: ignore[no-untyped-def]  # hypothesis
+def test_a_chunk_spec_is_inferred_from_its_shards(  # type: ignore[no-untyped-def]  # hypothesis
+    size, order, dim, random
+) -> None:
     spec = ChunkShardingSpec(dim, placements(*order))
     shape = torch.Size([size, 7] if dim == 0 else [7, size])
     shards = list(spec.build_metadata(shape, PLAIN).shards_metadata)
@@ -94,4 +97,5 @@ def test_specs_are_values() -> None:
     cells = EnumerableShardingSpec([shard([0], [1])])
     assert cells == pickle.loads(pickle.dumps(cells))
     assert len({cells, spec}) == 2
-    assert DevicePlacementSpec("rank:1/cpu").device.rank() == 1  # type: ignore[arg-type]  # text is parsed
+    text: Any = "rank:1/cpu"
+    assert DevicePlacementSpec(text).device.rank() == 1

@@ -74,7 +74,8 @@ def test_the_strides_of_the_properties_are_those_of_the_tensor() -> None:
     with pytest.raises(ShardingSpecError, match=r"needs one stride per dim, got .*strides=\(1,\)"):
         ShardedTensorBase(chunk(0, (0, 1)), 4, 3, strides=[1])
     with pytest.raises(ArgumentTypeError, match="strides"):
-        ShardedTensorBase(chunk(0, (0, 1)), 4, 3, strides=[1.5, 1])  # type: ignore[list-item]  # the mistake under test
+        strides: Any = [1.5, 1]
+        ShardedTensorBase(chunk(0, (0, 1)), 4, 3, strides=strides)
 
 
 @on_ranks(2)

@@ -5,6 +5,8 @@ Covers: spec/metadata.py, ops/dispatch.py.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -51,6 +53,8 @@ def test_ops_overridden_for_a_kind_of_spec() -> None:
 
     assert _has_custom_op(_OnRankZero(), torch.lgamma)
     assert not _has_custom_op(ChunkShardingSpec(0, placements(0)), torch.lgamma)
-    assert _dispatch_custom_op(_OnRankZero(), torch.lgamma, (), (), {}, None) == "overridden"  # type: ignore[arg-type]  # unused
+    unused: Any = None
+    result = _dispatch_custom_op(_OnRankZero(), torch.lgamma, (), (), {}, unused)
+    assert result == "overridden"
     with pytest.raises(UnsupportedOpError, match="not overridden for _OnRankZero"):
-        _dispatch_custom_op(_OnRankZero(), torch.relu, (), (), {}, None)  # type: ignore[arg-type]  # unused
+        _dispatch_custom_op(_OnRankZero(), torch.relu, (), (), {}, unused)

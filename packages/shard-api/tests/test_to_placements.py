@@ -107,7 +107,9 @@ def test_idle_ranks_become_empty_cells() -> None:
         ),
     ],
 )
-def test_what_has_no_placements(layout, shape, members, reason) -> None:  # type: ignore[no-untyped-def]  # parametrized
+def test_what_has_no_placements(  # type: ignore[no-untyped-def]  # parametrized
+    layout, shape, members, reason
+) -> None:
     with pytest.raises(NotExpressibleError, match=reason):
         grid_of(layout, shape, members)
 
