@@ -142,7 +142,8 @@ def test_uneven_blocks() -> None:
         mine = x[: sizes[rank]].clone().requires_grad_()
         with spmd.set_current_mesh(mesh), torch.enable_grad():
             gathered = spmd.all_gather(mine, "tp", src=S(0), dst=R, split_sizes=sizes)
-            (gathered * torch.arange(3.0)).sum().backward()  # type: ignore[no-untyped-call]  # of torch
+            total = (gathered * torch.arange(3.0)).sum()
+            total.backward()  # type: ignore[no-untyped-call]  # of torch
             scattered = spmd.reduce_scatter(x, "tp", dst=S(0), split_sizes=sizes)
             incoming = [sizes[rank]] * 3
             sent = spmd.all_to_all(

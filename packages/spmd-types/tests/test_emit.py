@@ -88,7 +88,8 @@ def test_the_lines_of_a_program() -> None:
         'norm_r = convert(norm, "tp", src=I, dst=R)  # f32[2, 6, 8] tp: R',
         'up = F.linear(norm_r, weights["up.weight"])  # f32[2, 6, 8] tp: S(2)',
         "up = F.gelu(up)  # f32[2, 6, 8] tp: S(2)",
-        'bias = convert(weights["down.bias"], "tp", src=I, dst=P, expert_mode=True)  # f32[8] tp: P',
+        'bias = convert(weights["down.bias"], "tp", src=I, dst=P, expert_mode=True)'
+        "  # f32[8] tp: P",
         'down = F.linear(up, weights["down.weight"], bias)  # f32[2, 6, 8] tp: P',
         'down = all_reduce(down, "tp", src=P, dst=I)  # f32[2, 6, 8] tp: I',
         "down = down * 1.0  # f32[2, 6, 8] tp: I",

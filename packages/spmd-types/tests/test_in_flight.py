@@ -79,7 +79,8 @@ def test_the_program_goes_on_while_ranks_are_missing(of_gradient: bool) -> None:
 
     x.register_hook(on_gradient)  # type: ignore[no-untyped-call]  # of torch
     total = spmd.all_reduce(x, axis, dst=R, **options)
-    total.register_hook(lambda _: wait_for_the_other_rank())  # type: ignore[no-untyped-call]  # of torch
+    waiting: Any = lambda _: wait_for_the_other_rank()  # noqa: E731  # a hook
+    total.register_hook(waiting)  # type: ignore[no-untyped-call]  # of torch
     torch.autograd.backward((total * 3).sum())
     assert seen == [InFlight]
 
