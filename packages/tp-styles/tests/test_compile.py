@@ -39,7 +39,7 @@ pytestmark = COMPILED
 
 def compiled(module: Any, graphs: list[Any]) -> Any:
     """The module in one graph, the graphs of forward and backward kept."""
-    from functorch.compile import make_boxed_func  # type: ignore[import-untyped]  # torch leaves it untyped
+    from functorch.compile import make_boxed_func  # type: ignore[import-untyped]  # torch
 
     # not while this file is collected: it takes seconds
     from torch._dynamo.backends.common import aot_autograd

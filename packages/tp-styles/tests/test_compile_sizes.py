@@ -39,8 +39,9 @@ Sweeps = list[list[tuple[Tensor, ...]]]
 FACTORS = (2, 3, 4, 5, 7)
 RANKS = (2, 3, 4, 8)
 BY_DTENSOR = {
-    "columns as DTensor", "rows scattered as DTensor", "crossing", "reduced", "scattered", "exchanged", "from a shape",
-    "loss_parallel", "prepared input, gathered", "prepared input, sharded",
+    "columns as DTensor", "rows scattered as DTensor", "crossing", "reduced", "scattered",
+    "exchanged", "from a shape", "loss_parallel", "prepared input, gathered",
+    "prepared input, sharded",
 }  # fmt: skip
 # by way of DTensor where 8 features do not divide
 UNEVEN = {"columns to another dim", "prepared output, resharded"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,8 +32,8 @@ COMPUTED: dict[str, Callable[[nn.Module], Any]] = {
     "spectral_norm": spectral_norm,
     "parametrized weight_norm": parametrizations.weight_norm,
     "parametrized spectral_norm": parametrizations.spectral_norm,
-    "pruned weight": lambda module: prune.l1_unstructured(module, "weight", 0.3),  # type: ignore[no-untyped-call]  # torch
-    "pruned bias": lambda module: prune.identity(module, "bias"),  # type: ignore[no-untyped-call]  # torch
+    "pruned weight": partial(prune.l1_unstructured, name="weight", amount=0.3),
+    "pruned bias": partial(prune.identity, name="bias"),
 }
 PLANS: dict[str, tuple[dict[str, Any], list[int]]] = {
     "column and row": ({"0": ColwiseParallel(), "2": RowwiseParallel()}, [0, 2]),

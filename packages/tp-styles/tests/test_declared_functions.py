@@ -88,8 +88,10 @@ def test_rows_of_experts_vary(mesh: DeviceMesh) -> None:
     exchange = Exchange(mesh.comm("tp"))
     with spmd.set_current_mesh(mesh), spmd.typecheck(local=False):
         in_flight: list[Any] = []
-        token: Any = StartedExchange.apply(typed(I, S(0), 6, 8), exchange, in_flight)  # type: ignore[no-untyped-call]  # of torch
-        arrived = ArrivedRows.apply(token, exchange, in_flight)  # type: ignore[no-untyped-call]  # of torch
+        start: Any = StartedExchange.apply
+        token = start(typed(I, S(0), 6, 8), exchange, in_flight)
+        arrive: Any = ArrivedRows.apply
+        arrived = arrive(token, exchange, in_flight)
         assert (kinds(token), kinds(arrived)) == ("dp: I, tp: V", "dp: I, tp: V")
         with pytest.raises(SpmdTypeError, match="each rank's own rows"):
-            StartedExchange.apply(typed(I, I, 6, 8), exchange, in_flight)  # type: ignore[no-untyped-call]  # of torch
+            start(typed(I, I, 6, 8), exchange, in_flight)

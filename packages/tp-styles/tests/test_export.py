@@ -50,7 +50,8 @@ class Refuse:
 sys.meta_path.insert(0, Refuse())
 import torch
 folder, rank, kind = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+store = f"file://{folder}/store"
+torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
 x = torch.load(f"{folder}/input.pt")
 if kind == "aot_inductor":
     # not called: torch's loader keeps the GIL, which gloo's thread needs (pytorch#197516)

@@ -103,7 +103,8 @@ def test_it_is_the_loss_of_the_full_logits(options: dict[str, Any], shape: tuple
             head.grad if whole is None else whole, own if whole is None else w.grad
         )
         if bias is not None and b is not None:
-            torch.testing.assert_close(bias.grad.full_tensor(), b.grad)  # type: ignore[union-attr]  # a DTensor
+            grad: Any = bias.grad
+            torch.testing.assert_close(grad.full_tensor(), b.grad)
 
 
 @on_ranks(4)
@@ -128,8 +129,9 @@ def test_rows_sharded_over_another_axis(classes: int) -> None:
         loss = losses.linear_cross_entropy(ours, head, target)
         torch.testing.assert_close(loss, expected)
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        torch.testing.assert_close(ours.grad.full_tensor(), x.grad)  # type: ignore[union-attr]  # a DTensor
-        torch.testing.assert_close(head.grad.full_tensor(), w.grad)  # type: ignore[union-attr]  # a DTensor
+        grads: list[Any] = [ours.grad, head.grad]
+        for grad, expected_grad in zip(grads, (x.grad, w.grad), strict=True):
+            torch.testing.assert_close(grad.full_tensor(), expected_grad)
 
 
 @on_ranks(2)

@@ -44,7 +44,8 @@ def by_hand(x: Tensor, w: dict[str, nn.Parameter]) -> Tensor:
     hidden = linear(both, w["gate.weight"], w["gate.bias"]).sigmoid() * linear(
         both, w["up.weight"], w["up.bias"]
     )
-    partial: Tensor = HandReduce.apply(linear(hidden, w["down.weight"]))  # type: ignore[no-untyped-call]  # torch
+    product = linear(hidden, w["down.weight"])
+    partial: Tensor = HandReduce.apply(product)  # type: ignore[no-untyped-call]  # torch
     return partial + w["down.bias"]
 
 

@@ -230,7 +230,8 @@ def test_a_shared_module_is_made_parallel_under_one_of_its_names() -> None:
 
 def test_a_module_of_a_wrong_type_is_refused() -> None:
     with pytest.raises(TypeError, match=r"module is an nn\.Module, got str"):
-        parallelize_module("model", abstract_mesh((2,)), {"up": "colwise"})  # type: ignore[type-var]  # wrong on purpose
+        wrong: Any = "model"
+        parallelize_module(wrong, abstract_mesh((2,)), {"up": "colwise"})
 
 
 X = torch.zeros(1, 2, 4, 3)

@@ -196,10 +196,11 @@ def test_hooks_see_the_complete_gradient(after: bool) -> None:
     module.zero_grad()
     seen: dict[str, Any] = {}
     for name, param in module.named_parameters():
+        hooked: Any = param
         if after:
-            param.register_post_accumulate_grad_hook(lambda p, n=name: seen.update({n: p.grad}))  # type: ignore[no-untyped-call]  # torch
+            hooked.register_post_accumulate_grad_hook(lambda p, n=name: seen.update({n: p.grad}))
         else:
-            param.register_hook(lambda grad, n=name: seen.update({n: grad}))  # type: ignore[no-untyped-call]  # torch
+            hooked.register_hook(lambda grad, n=name: seen.update({n: grad}))
     module(x).square().sum().backward()
     same(seen, expected)
     same(grads(module), expected)

@@ -37,7 +37,7 @@ def test_a_wrong_plan_is_a_type_error() -> None:
     with pytest.raises(
         TypeError, match=r"expected a ParallelStyle or the name of a style, got Linear"
     ):
-        resolve(MLP(), {"net1": nn.Linear(1, 1)})  # type: ignore[dict-item]  # that it is refused is the test
+        resolve(MLP(), {"net1": nn.Linear(1, 1)})  # type: ignore[dict-item]  # refused
     with pytest.raises(
         PlanError, match=r"unknown style 'colwize'; did you mean 'colwise'\?; known are"
     ):
@@ -62,7 +62,7 @@ def test_what_is_no_style_is_named_with_what_to_write() -> None:
             resolve(MLP(), plan)  # type: ignore[arg-type]  # that it is refused is the test
     for style in (StyleOfTorch(), StyleOfTorch):
         with pytest.raises(TypeError, match="import StyleOfTorch from shoal_tp_styles"):
-            resolve(MLP(), {"net1": style})  # type: ignore[dict-item]  # that it is refused is the test
+            resolve(MLP(), {"net1": style})  # type: ignore[dict-item]  # refused
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_no_key_is_suggested_where_none_is_similar() -> None:
 
 def test_a_similar_argument_is_suggested() -> None:
     with pytest.raises(TypeError, match="'input_layout'; did you mean 'input_layouts'"):
-        ColwiseParallel(input_layout=Replicate())  # type: ignore[call-arg]  # that it is refused is the test
+        ColwiseParallel(input_layout=Replicate())  # type: ignore[call-arg]  # refused
     with pytest.raises(TypeError, match="'parallelise_plan'; did you mean 'parallelize_plan'"):
         parallelize_module(MLP(), parallelise_plan={})  # type: ignore[call-arg]  # as above
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -43,7 +45,8 @@ def test_the_last_tokens_of_all_ranks_exceed_the_capacity(factor: float) -> None
     room = -(-factor * len(chosen) // 3)
     pairs, bounds, counts = route_of(chosen, 3)
     whole = within_capacity([counts], factor, len(chosen))
-    ranks = [route_of(part, 3) for part in chosen.split([3, 0, 4])]  # type: ignore[no-untyped-call]  # torch
+    parts: Any = chosen
+    ranks = [route_of(part, 3) for part in parts.split([3, 0, 4])]
     kept = within_capacity([route[2] for route in ranks], factor, len(chosen))
     assert (
         [sum(column) for column in zip(*kept, strict=True)]

@@ -299,7 +299,8 @@ def test_random_numbers_of_other_libraries_and_refusals_leave_a_plan_unproven() 
 
     class Own(nn.Sequential):
         def forward(self, x: Tensor) -> Any:
-            out = functional.dropout(super().forward(x), 0.3, self.training)  # type: ignore[no-untyped-call]  # of torch
+            rows = super().forward(x)  # type: ignore[no-untyped-call]  # of torch
+            out = functional.dropout(rows, 0.3, self.training)
             return out * system.random() if self.training else out
 
     class Fused(nn.Module):

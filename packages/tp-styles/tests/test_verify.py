@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -75,7 +76,8 @@ class Undeclared(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if self.shards:
-            module.bias = distribute_tensor(module.bias, device_mesh, [Shard(0)])  # type: ignore[arg-type]
+            bias: Any = module.bias
+            module.bias = distribute_tensor(bias, device_mesh, [Shard(0)])
         return module
 
 
@@ -102,7 +104,8 @@ class ScaledGradient(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         factor = self.factors[device_mesh.get_rank()]
         assert isinstance(module.weight, nn.Parameter)
-        module.weight.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]  # of torch
+        weight: Any = module.weight
+        weight.register_hook(lambda gradient: gradient * factor)
         return module
 
 

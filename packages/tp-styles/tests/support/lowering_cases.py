@@ -244,7 +244,9 @@ CASES: dict[str, Case] = {
     ),
     **{
         f"attention, weights {weights}, same {same}": Case(
-            lambda weights=weights, same=same: SelfAttention(weights=weights, same=same),  # type: ignore[misc]  # a case
+            lambda weights=weights, same=same: SelfAttention(  # type: ignore[misc]  # a case
+                weights=weights, same=same
+            ),
             HeadParallel(),
             Replicate(),
             (2, 4, 8),
