@@ -200,7 +200,8 @@ def test_a_stale_version_is_refused_before_a_byte_moves(tmp_path: Path) -> None:
     worlds.source["gate"].fill_(5)
     with pytest.raises(
         TransferError,
-        match="version 1 is older than version 2; pass an increasing version; no data was transferred",
+        match="version 1 is older than version 2; pass an increasing version; "
+        "no data was transferred",
     ):
         worlds.run(1)
     assert worlds.wires[0].exchanges == moved

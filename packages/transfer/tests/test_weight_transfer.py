@@ -207,7 +207,8 @@ def test_versions_and_plans_that_differ_are_refused_before_bytes_move() -> None:
     moved = wire.count
     with pytest.raises(
         TransferError,
-        match="version 6 is older than version 7; pass an increasing version; no data was transferred",
+        match="version 6 is older than version 7; pass an increasing version; "
+        "no data was transferred",
     ):
         transfer.run(6)
     with pytest.raises(TransferError, match="ranks of the source must pass a version"):
