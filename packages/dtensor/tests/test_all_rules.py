@@ -418,7 +418,9 @@ WHOLE = {
         "unique_dim.default unique_consecutive.default repeat_interleave.Tensor "
         "nonzero_static.default"
     ),
-    "every element's place in the result depends on those before it": "masked_scatter_backward.default",
+    "every element's place in the result depends on those before it": (
+        "masked_scatter_backward.default"
+    ),
     "how much of the generator is used up depends on the values drawn": (
         "poisson.default poisson.out binomial.default binomial.out _standard_gamma.default "
         "_standard_gamma.out _sample_dirichlet.default _sample_dirichlet.out "
@@ -428,7 +430,9 @@ WHOLE = {
         "randint_like.Tensor randint_like.Tensor_generator randint_like.Tensor_out "
         "randint_like.Tensor_generator_out"
     ),
-    "one element of the whole sorted tensor": "median.default median.out nanmedian.default nanmedian.out",
+    "one element of the whole sorted tensor": (
+        "median.default median.out nanmedian.default nanmedian.out"
+    ),
     "results that the driver leaves out have no batch": "linalg_lstsq.default linalg_lstsq.out",
     "no DTensor has a sparse layout": (
         "_to_sparse.sparse_dim _to_sparse.default _to_sparse.sparse_dim_out _to_sparse.out "
@@ -438,7 +442,9 @@ WHOLE = {
         "_sparse_coo_tensor_with_dims_and_tensors.out"
     ),
     "its tensor has one element": "_local_scalar_dense.default",
-    "it reads the results of all matrices, so that all ranks raise alike": "_linalg_check_errors.default",
+    "it reads the results of all matrices, so that all ranks raise alike": (
+        "_linalg_check_errors.default"
+    ),
 }
 
 

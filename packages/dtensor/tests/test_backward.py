@@ -67,7 +67,8 @@ def test_parts_of_a_pass_that_raises_fail() -> None:
     notes: list[str] = []
     x = seen(leaf(), fail)
     for name in ("second", "first"):
-        x = seen(x, lambda name=name: running_pass().join(Noted(name, notes)))  # type: ignore[misc]  # of this turn
+        part = Noted(name, notes)
+        x = seen(x, lambda part=part: running_pass().join(part))  # type: ignore[misc]  # this turn
     with pytest.raises(ValueError, match="on purpose"):
         x.sum().backward()
     assert notes == ["second fails", "first fails"]
@@ -78,7 +79,7 @@ def test_parts_after_one_that_raises_fail_while_the_error_is_at_hand() -> None:
     x = leaf()
     for name in ("third", "second", "first"):
         part = Noted(name, notes, raises=name == "second")
-        x = seen(x, lambda part=part: running_pass().join(part))  # type: ignore[misc]  # of this turn
+        x = seen(x, lambda part=part: running_pass().join(part))  # type: ignore[misc]  # this turn
     with pytest.raises(ValueError, match="second on purpose") as raised:
         x.sum().backward()
     assert raised.value.__traceback__ is not None

@@ -6,6 +6,7 @@ Covers: layout/boxes.py.
 from __future__ import annotations
 
 from itertools import pairwise, product
+from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
@@ -77,8 +78,8 @@ def test_gap_is_a_box_in_no_other(boxes: list[Box]) -> None:
 
 
 @given(st.sets(st.integers(1, 4), max_size=3), st.sets(st.integers(1, 3), max_size=2), st.randoms())
-def test_a_grid_is_recognised_in_any_order_and_not_with_a_cell_merged(  # type: ignore[no-untyped-def]  # hypothesis
-    rows, columns, random
+def test_a_grid_is_recognised_in_any_order_and_not_with_a_cell_merged(
+    rows: set[int], columns: set[int], random: Any
 ) -> None:
     row_edges, column_edges = sorted({0, 5} | rows), sorted({0, 4} | columns)
     cells = [(r, c) for r in pairwise(row_edges) for c in pairwise(column_edges)]

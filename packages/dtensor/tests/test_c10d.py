@@ -84,7 +84,8 @@ def test_parameters_broadcast_in_buckets() -> None:
     mesh = _mesh()
     for placement in (Shard(0), Replicate()):
         weights: list[Any] = [_own(mesh, placement), _own(mesh, placement)]
-        dist._broadcast_coalesced(mesh.get_group("dp"), weights, 1 << 20, 0)  # type: ignore[attr-defined]  # private
+        broadcast = dist._broadcast_coalesced  # type: ignore[attr-defined]  # private
+        broadcast(mesh.get_group("dp"), weights, 1 << 20, 0)
         for weight in weights:
             torch.testing.assert_close(weight.full_tensor(), FULL)
 

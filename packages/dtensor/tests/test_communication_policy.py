@@ -98,7 +98,8 @@ def _backward(x: DTensor) -> None:
 
 def _backward_to_local(x: DTensor) -> None:
     local = torch.ones(8, requires_grad=True)
-    (DTensor.from_local(local, x.device_mesh, [Replicate()]) * x).sum().backward()  # type: ignore[no-untyped-call]
+    other = DTensor.from_local(local, x.device_mesh, [Replicate()])
+    (other * x).sum().backward()  # type: ignore[no-untyped-call]  # torch
 
 
 def _operands(mesh: DeviceMesh) -> tuple[DTensor, DTensor]:

@@ -23,10 +23,11 @@ def mesh() -> Iterator[DeviceMesh]:
 
 def scaled_sum(name: str, *tags: torch.Tag) -> Any:
     """A new operator: `x + factor * y`."""
-    library: Any = torch.library.Library("shoal_custom_rules", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch has no types here
+    make_library: Any = torch.library.Library
+    library = make_library("shoal_custom_rules", "FRAGMENT")
     library.define(f"{name}(Tensor x, Tensor y, float factor) -> Tensor", tags=tags)
     library.impl(name, lambda x, y, factor: x + factor * y, "CompositeExplicitAutograd")
-    scaled_sum.libraries.append(library)  # type: ignore[attr-defined]  # it is defined as long as its library lives
+    scaled_sum.libraries.append(library)  # type: ignore[attr-defined]  # kept alive
     return getattr(torch.ops.shoal_custom_rules, name).default
 
 

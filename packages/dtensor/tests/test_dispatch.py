@@ -299,9 +299,15 @@ def test_an_operator_that_no_binding_fits_runs_itself(op: Any) -> None:
 @pytest.mark.parametrize(
     ("op", "binding"),
     [
-        (aten.linalg_inv_ex.default, torch._C._linalg.linalg_inv_ex),  # type: ignore[attr-defined]  # private
+        (
+            aten.linalg_inv_ex.default,
+            torch._C._linalg.linalg_inv_ex,  # type: ignore[attr-defined]  # private
+        ),
         (aten.gelu.default, torch._C._nn.gelu),
-        (aten.special_erfcx.default, torch._C._special.special_erfcx),  # type: ignore[attr-defined]  # private
+        (
+            aten.special_erfcx.default,
+            torch._C._special.special_erfcx,  # type: ignore[attr-defined]  # private
+        ),
     ],
 )
 def test_families_have_bindings_of_their_own(op: Any, binding: Any) -> None:

@@ -376,8 +376,9 @@ def sharding(dims: dict[str, int]) -> Callable[[str, nn.Module, DeviceMesh], Non
 
     def partition(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         if name in dims:
+            weight: Any = module.weight
             module.weight = nn.Parameter(
-                distribute_tensor(module.weight.detach(), mesh, [Shard(dims[name])])  # type: ignore[operator]
+                distribute_tensor(weight.detach(), mesh, [Shard(dims[name])])
             )
 
     return partition

@@ -60,7 +60,7 @@ def turned(x: Any) -> Any:
 
 def swapped(x: Any) -> Any:
     leaf, other = nn.Parameter(spread(sample(5, 4), x.device_mesh, S1)), nn.Parameter(x)
-    torch.utils.swap_tensors(leaf, other)  # type: ignore[no-untyped-call]  # torch gives it no types
+    torch.utils.swap_tensors(leaf, other)  # type: ignore[no-untyped-call]  # torch
     return leaf
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 from math import isqrt, prod
+from typing import Any
 
 import pytest
 import torch
@@ -99,7 +100,8 @@ def test_torchs_own_is_refused() -> None:
     param = nn.Parameter(
         distribute_tensor(torch.zeros(4), init_device_mesh("cpu", (2,)), [Shard(0)])
     )
-    param.grad = distribute_tensor(torch.ones(4), param.device_mesh, [Shard(0)])  # type: ignore[attr-defined]
+    weight: Any = param
+    param.grad = distribute_tensor(torch.ones(4), weight.device_mesh, [Shard(0)])
     assert nn.utils.clip_grad_norm_([param], 9.0) == 2
     with (
         sums_in_tree(),

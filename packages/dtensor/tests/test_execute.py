@@ -289,8 +289,9 @@ def test_an_abstract_mesh_can_plan_but_not_run() -> None:
 
 
 MOVED = (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.int8,
-    torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool, torch.uint16, torch.uint32, torch.uint64,
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
+    torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool, torch.uint16,
+    torch.uint32, torch.uint64,
     torch.float8_e4m3fn, torch.float8_e5m2,
 )  # fmt: skip
 

@@ -18,7 +18,9 @@ class Logged(torch.Tensor):
     """Says which way its operators take."""
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # as torch calls it
+    def __torch_dispatch__(  # type: ignore[override]  # as torch calls it
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         CALLS.append(("method", cls, func))
         return torch.ones(2)
 

@@ -110,7 +110,8 @@ def test_fused_steps_follow_every_change_and_keep_no_gradients(kind: str) -> Non
     for params in (plain, spread):
         # of DTensors; and mixed
         groups: list[dict[str, Any]] = [{"params": params[:2]}, {"params": params[2:]}]
-        both.append(KINDS[kind](groups, lr=0.1, fused=True, **more))  # type: ignore[call-arg]  # all of them have these
+        kind_of_optimizer: Any = KINDS[kind]
+        both.append(kind_of_optimizer(groups, lr=0.1, fused=True, **more))
     one, other = both
     for turn in range(9):
         give_gradients(plain, spread)
@@ -303,7 +304,7 @@ def test_groups_and_states_that_are_rearranged_count() -> None:
             if turn == 0:
                 first.append(second.pop(0))  # the same parameters in the same order
             if turn == 2:
-                optimizer.state = UserDict(optimizer.state)  # type: ignore[assignment]  # a mapping that is no dict
+                optimizer.state = UserDict(optimizer.state)  # type: ignore[assignment]  # no dict
             if turn == 1:
                 optimizer.state = defaultdict(
                     dict, {p: OrderedDict(s) for p, s in optimizer.state.items()}
@@ -335,7 +336,8 @@ def test_parameters_that_an_optimizer_has_no_more_are_let_go() -> None:
 @on_ranks(2)
 def test_a_step_counts_as_a_write(kernels: str) -> None:
     weight: Any = nn.Parameter(distribute_tensor(torch.ones(4), mesh(), [Shard(0)]))
-    optimizer = torch.optim.AdamW([weight], **{kernels: True})  # type: ignore[arg-type]  # one of two
+    flags: Any = {kernels: True}
+    optimizer = torch.optim.AdamW([weight], **flags)
     loss = (weight * weight).sum()
     weight.grad = torch.ones_like(weight)
     before = weight.to_local()._version

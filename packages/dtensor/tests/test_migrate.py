@@ -10,7 +10,9 @@ import pytest
 from shoal_dtensor.migrate import main, migrate
 
 REWRITTEN = {
-    "from torch.distributed.device_mesh import init_device_mesh\n": "from shoal_mesh import init_device_mesh\n",
+    "from torch.distributed.device_mesh import init_device_mesh\n": (
+        "from shoal_mesh import init_device_mesh\n"
+    ),
     "from torch.distributed._tensor import DTensor as D, Shard  # why\n": (
         "from shoal_dtensor import DTensor as D, Shard  # why\n"
     ),
@@ -26,7 +28,8 @@ REWRITTEN = {
     "import torch\nm = torch.distributed.device_mesh.init_device_mesh('cpu', (2,))\n": (
         "import shoal_mesh\nimport torch\nm = shoal_mesh.init_device_mesh('cpu', (2,))\n"
     ),
-    "import torch.distributed as dist\nm = dist.init_device_mesh('é', (2,)); dist.all_reduce(m)\n": (
+    "import torch.distributed as dist\n"
+    "m = dist.init_device_mesh('é', (2,)); dist.all_reduce(m)\n": (
         "import shoal_mesh\nimport torch.distributed as dist\n"
         "m = shoal_mesh.init_device_mesh('é', (2,)); dist.all_reduce(m)\n"
     ),
@@ -39,7 +42,8 @@ REWRITTEN = {
         "import shoal_dtensor\nimport torch.distributed.tensor as dt\nx = "
         "shoal_dtensor.DTensor.full\n"
     ),
-    "from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict\n": (
+    "from torch.distributed.checkpoint.state_dict "
+    "import StateDictOptions, get_model_state_dict\n": (
         "from torch.distributed.checkpoint.state_dict import StateDictOptions\n"
         "from shoal_dtensor import get_model_state_dict\n"
     ),
@@ -49,7 +53,8 @@ REWRITTEN = {
     "from torch.distributed.tensor.experimental._attention import _context_parallel_shard\n": (
         "from shoal_context_parallel import context_parallel_shard as _context_parallel_shard\n"
     ),
-    "from torch.distributed.tensor.experimental._context_parallel import _HeadTailLoadBalancer as H\n": (
+    "from torch.distributed.tensor.experimental._context_parallel "
+    "import _HeadTailLoadBalancer as H\n": (
         "from shoal_context_parallel import head_tail_layout as H\n"
     ),
     "import torch.distributed.fsdp._fully_shard._fsdp_init as init\ninit._get_mesh_info(m)\n": (
@@ -64,17 +69,23 @@ def total(x, group, mesh: "DeviceMesh | None", *, world: DeviceMesh):
     def inner():
         return funcol.all_gather_tensor(x, 0, (mesh, 1))
     other(x, group=mesh)
-    return funcol.all_reduce(x, "sum", group=mesh), funcol.broadcast(x, 0, world), funcol.wait(group)
+    return (
+        funcol.all_reduce(x, "sum", group=mesh), funcol.broadcast(x, 0, world), funcol.wait(group)
+    )
 """
 # whole imports of the package of types, if the package that takes its place is installed
 TYPES = {
-    "import spmd_types as spmd  # why\nspmd.S(0)\n": "import shoal_spmd_types as spmd  # why\nspmd.S(0)\n",
+    "import spmd_types as spmd  # why\nspmd.S(0)\n": (
+        "import shoal_spmd_types as spmd  # why\nspmd.S(0)\n"
+    ),
     "import spmd_types\n": "import shoal_spmd_types as spmd_types\n",
     "import os, spmd_types.types, spmd_types.runtime as run\n": (
         "import os, shoal_spmd_types as spmd_types, shoal_spmd_types.types, "
         "shoal_spmd_types.runtime as run\n"
     ),
-    "from spmd_types.checker import typecheck as check\n": "from shoal_spmd_types import typecheck as check\n",
+    "from spmd_types.checker import typecheck as check\n": (
+        "from shoal_spmd_types import typecheck as check\n"
+    ),
 }
 
 

@@ -77,12 +77,20 @@ def sharded_dims(draw: st.DrawFn) -> tuple[DeviceMesh, list[Placement], tuple[in
             placements[axis] = Shard(0, sizes=of_axis)
         length = sum(sizes)
     if kind == "runs":
-        placements = [StridedShard(0, split_factor=2, sizes=p.sizes) for p in placements]  # type: ignore[attr-defined]  # they have sizes
+        placements = [
+            StridedShard(0, split_factor=2, sizes=p.sizes)  # type: ignore[attr-defined]  # ragged
+            for p in placements
+        ]
         length *= 2
         # an order of runs is not given beside placements of `StridedShard`: they say it
         counts = {a: prod(mesh_shape[b] for b in axes[: axes.index(a)] if b > a) for a in axes}
         placements = [
-            StridedShard(0, split_factor=2, sizes=p.sizes, outer_shards=counts[axis])  # type: ignore[attr-defined]  # they have sizes
+            StridedShard(
+                0,
+                split_factor=2,
+                sizes=p.sizes,  # type: ignore[attr-defined]  # it has sizes
+                outer_shards=counts[axis],
+            )
             for axis, p in enumerate(placements)
         ]
     return abstract_mesh(mesh_shape), placements, (length,), ((0, axes),)
@@ -206,7 +214,8 @@ def test_whoever_takes_placements_makes_the_same_layout(name: str) -> None:
     is_same(distribute_tensor(whole, mesh, placements))
     is_same(distribute_tensor(whole, mesh, placements, src_data_rank=None))
     is_same(distribute_tensor(whole, mesh).redistribute(placements=placements))
-    plain = [p if isinstance(p, Replicate) else Shard(p.dim) for p in placements]  # type: ignore[attr-defined]  # it shards
+    sharding: Any = placements
+    plain = [p if isinstance(p, Replicate) else Shard(p.dim) for p in sharding]
     is_same(distribute_tensor(whole, mesh, plain).redistribute(mesh, placements))
     is_same(local_map(lambda x: x + 0, out_placements=[*placements])(p))
     is_same(local_map(lambda x: x + 0, [*placements], ([*placements],))(p))
@@ -257,7 +266,8 @@ def test_the_order_passes_to_torch_and_back() -> None:
     whole = torch.arange(24.0).view(8, 3)
     p = distribute_tensor(whole, mesh, PartitionSpec(("tp", "dp")))
     theirs: Any = to_torch(p)
-    ours = [(type(a).__name__.strip("_"), a.dim) for a in p.placements]  # type: ignore[attr-defined]  # they shard
+    shards: Any = p.placements
+    ours = [(type(a).__name__.strip("_"), a.dim) for a in shards]
     assert ours == [(type(a).__name__.strip("_"), a.dim) for a in theirs.placements]
     assert not isinstance(theirs.placements[0], TorchShard)
     assert torch.equal(theirs.full_tensor(), whole)

@@ -206,7 +206,8 @@ def compare(program: Program) -> None:
         assert (one.grad is None) == (other.grad is None)
         if one.grad is not None and other.grad is not None:
             assert isinstance(other.grad, DTensor)
-            assert other.grad.placements == other.placements, (  # type: ignore[attr-defined]  # a DTensor
+            placed: Any = other
+            assert other.grad.placements == placed.placements, (
                 "a leaf's gradient has the leaf's layout"
             )
             torch.testing.assert_close(other.grad.full_tensor(), one.grad, rtol=1e-7, atol=1e-8)
@@ -340,7 +341,8 @@ def test_lines_at_the_edges_do_not_only_refuse() -> None:
         "b = tried(lambda: x.gather(0, const([[-1]], [Replicate(), Replicate()])))",
         "c = rebuilt(y) + spread(x, y) + placed(x, y) + filled(x, y) + mapped(y)",
         "d = watched(lambda: F.one_hot((x > 0).long(), 3))",
-        "e = near(0, (4, 6), [Partial('avg'), Shard(0)], scale=4e4, dtype=torch.float16).mean() / 1e4",
+        "e = near(0, (4, 6), [Partial('avg'), Shard(0)], scale=4e4, dtype=torch.float16)"
+        ".mean() / 1e4",
         "i = ints(0, (4,), [Shard(0), Replicate()])",
         "f = i / 3",
         "default(torch.float64)",

@@ -44,7 +44,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 
 compiled_first = pytest.mark.skipif(
     not hasattr(torch._higher_order_ops.utils, "_hop_compile_and_call"),
-    reason="torch 2.11 compiles these before it asks the class of a tensor, and its compiler raises",
+    reason="torch 2.11 compiles these before it asks a tensor's class, and its compiler raises",
 )
 
 

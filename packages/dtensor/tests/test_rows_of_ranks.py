@@ -59,7 +59,8 @@ def test_each_thread_draws_from_its_generator() -> None:
     x = distribute_tensor(torch.ones(7, 4), mesh["a"], [Shard(0)], src_data_rank=None)
     drawn = in_threads(*[lambda g=g: x.clone().normal_(generator=g) for g in generators(1, 2, 1)])
     for result, generator in zip(drawn, generators(1, 2, 1), strict=True):
-        assert torch.equal(result.full_tensor(), torch.ones(7, 4).normal_(generator=generator))  # type: ignore[attr-defined]  # a DTensor
+        expected = torch.ones(7, 4).normal_(generator=generator)
+        assert torch.equal(result.full_tensor(), expected)  # type: ignore[attr-defined]  # DTensor
 
 
 @on_ranks(4)
@@ -90,7 +91,8 @@ def test_threads_agree_on_plain_tensors_beside_collectives_of_the_main_thread() 
     worker.join()
     assert [int(total[0]) for total in sums] == [4 * step for step in range(200)]
     for classes, result in zip((5, 6, 7), encoded, strict=True):
-        assert torch.equal(result.full_tensor(), F.one_hot(index, classes))  # type: ignore[attr-defined]  # a DTensor
+        expected = F.one_hot(index, classes)
+        assert torch.equal(result.full_tensor(), expected)  # type: ignore[attr-defined]  # DTensor
 
 
 @on_ranks(2)

@@ -167,14 +167,14 @@ def test_a_checkpoint_has_every_shard_of_a_local_shards_wrapper(tmp_path: Path) 
 
 # The specs of the test below, pickled on 25 November 2026.
 EARLIER = (
-    "c-oDU*;CX&5XO@QR*feLilX9e)?>X8Z&6S@0ucv~c*Hfw;G_tfe3@AbAE?rY3I5s6Y*<T6OL>_|cXjvo^>6aE=EJZf&axnF#e%kZ"
-    "Ry5P#OV$xhp3}%$&<D(3$ui}v**#+VIf-aDVHGs&Bxzg)sQpn}1ns3(HPxC^iJ63^F}Kjy_=bKT1Gd*^7)F$LQ2%G|Y;|Fi>f5}E"
-    "Ew<OM`hpe8VL3IYR${BfHuYte*e<c7#7?iSDze2zP6c*3MmJ0oE@+HF*Bej~XF*P}yXxQ52|ZKK#8CGRF<fHruckf~StsYsyvQQT"
-    "d8-PosUTXS?Rc7H3W|k&%HW8P{kH3RYKnmaG-NtC>f@kFG8LCN<hnF;zpvpi!Pwv5AWwscF4MN)R!bQzVhcwc!*$Fx93?pR-zGxy"
-    "G>HPCJRNTkoG5Y9sY{%4Oo`Kx$cl(rNn1>eTd*C&F(eu#&PbdUI7e`vnKr92{Y*_C7i?B%8vVspT(X%}alR~ZMPi&OxNOj6ilfBU"
-    "PRNEOCfKONHN7MoQ(ImqxWSZrr(cu4sdu<Va9iSzwscopnq=!P?v=PNF(oif@IbrR2p>@-F^zki9;!)wj;TG)tl<&CW2V-BqP3oC"
-    "EvKh7TVhVa6?jH4zcH=(pb$xrT6o_5bC-h^5QznX7h2<`)_A2gUNgHP;1Rr8$N1LAyB@~(tMDs~3daYDmc+;3Fa`?akVMEvB%+@f"
-    "V**N>KLBKiID`"
+    "c-oDU*;CX&5XO@QR*feLilX9e)?>X8Z&6S@0ucv~c*Hfw;G_tfe3@AbAE?rY3I5s6Y*<T6OL>_|cXjvo^>6aE=EJZf&a"
+    "xnF#e%kZRy5P#OV$xhp3}%$&<D(3$ui}v**#+VIf-aDVHGs&Bxzg)sQpn}1ns3(HPxC^iJ63^F}Kjy_=bKT1Gd*^7)F$"
+    "LQ2%G|Y;|Fi>f5}EEw<OM`hpe8VL3IYR${BfHuYte*e<c7#7?iSDze2zP6c*3MmJ0oE@+HF*Bej~XF*P}yXxQ52|ZKK#"
+    "8CGRF<fHruckf~StsYsyvQQTd8-PosUTXS?Rc7H3W|k&%HW8P{kH3RYKnmaG-NtC>f@kFG8LCN<hnF;zpvpi!Pwv5AWw"
+    "scF4MN)R!bQzVhcwc!*$Fx93?pR-zGxyG>HPCJRNTkoG5Y9sY{%4Oo`Kx$cl(rNn1>eTd*C&F(eu#&PbdUI7e`vnKr92"
+    "{Y*_C7i?B%8vVspT(X%}alR~ZMPi&OxNOj6ilfBUPRNEOCfKONHN7MoQ(ImqxWSZrr(cu4sdu<Va9iSzwscopnq=!P?v"
+    "=PNF(oif@IbrR2p>@-F^zki9;!)wj;TG)tl<&CW2V-BqP3oCEvKh7TVhVa6?jH4zcH=(pb$xrT6o_5bC-h^5QznX7h2<"
+    "`)_A2gUNgHP;1Rr8$N1LAyB@~(tMDs~3daYDmc+;3Fa`?akVMEvB%+@fV**N>KLBKiID`"
 )
 
 

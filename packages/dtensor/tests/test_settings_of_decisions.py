@@ -160,11 +160,12 @@ def _tensors_of(call: Call) -> list[Tensor]:
 
 # Names by which code reads a setting of torch or of the process.
 READERS = {
-    "get_default_dtype", "get_default_device", "is_autocast_enabled", "get_autocast_dtype", "is_grad_enabled",
-    "is_inference_mode_enabled", "are_deterministic_algorithms_enabled", "get_deterministic_debug_mode", "environ",
-    "is_deterministic_algorithms_warn_only_enabled", "getenv", "get_float32_matmul_precision", "get_num_threads",
-    "backends",
-    "is_warn_always_enabled", "_are_functorch_transforms_active", "maybe_current_level", "peek_interpreter_stack",
+    "get_default_dtype", "get_default_device", "is_autocast_enabled", "get_autocast_dtype",
+    "is_grad_enabled", "is_inference_mode_enabled", "are_deterministic_algorithms_enabled",
+    "get_deterministic_debug_mode", "environ", "is_deterministic_algorithms_warn_only_enabled",
+    "getenv", "get_float32_matmul_precision", "get_num_threads", "backends",
+    "is_warn_always_enabled", "_are_functorch_transforms_active", "maybe_current_level",
+    "peek_interpreter_stack",
 }  # fmt: skip
 # Where a decision is made, or what it is made of.
 FOLDERS = ("dispatch", "rules", "layout", "redistribute", "_torch")

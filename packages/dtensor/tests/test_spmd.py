@@ -332,7 +332,13 @@ def test_assertions_on_wrong_axes_and_dims() -> None:
         (lambda: spmd.assert_tensor_type(torch.empty(4), {}, ("tp", None)), "2 entries"),
         (lambda: spmd.assert_tensor_type(torch.empty(4, 4), {}, ("tp", "tp")), "twice"),
         (lambda: spmd.assert_tensor_type(torch.empty(4), {"tp": S(0)}, ("dp",)), "one of them"),
-        (lambda: spmd.assert_tensor_type(torch.empty(4), {"tp": "R"}), "R, I, V, P"),  # type: ignore[dict-item]  # what is refused
+        (
+            lambda: spmd.assert_tensor_type(
+                torch.empty(4),
+                {"tp": "R"},  # type: ignore[dict-item]  # what is refused
+            ),
+            "R, I, V, P",
+        ),
     ]
     for run, message in cases:
         text = refusal(run)

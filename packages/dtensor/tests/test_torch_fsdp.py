@@ -32,7 +32,7 @@ def test_a_parameter_refuses_when_torch_asks_for_its_hook() -> None:
 MEMORY: dict[str, Callable[[Any], object]] = {
     "data_ptr": lambda x: x.data_ptr(),
     "const_data_ptr": lambda x: x.const_data_ptr(),
-    "_data_address": lambda x: torch._C._data_address(x),  # type: ignore[attr-defined]  # not in the stubs
+    "_data_address": lambda x: torch._C._data_address(x),  # type: ignore[attr-defined]  # no stub
     "unsafe_alloc_void_ptr": lambda x: torch._C._aoti.unsafe_alloc_void_ptr_from_tensor(x),
     "unsafe_alloc_void_ptrs": lambda x: torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors([x]),
     "untyped_storage": lambda x: x.untyped_storage(),

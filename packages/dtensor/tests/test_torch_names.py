@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -97,7 +98,8 @@ def test_a_placement_that_would_move_data_is_refused_where_it_is_defined() -> No
 def test_a_spec_has_torchs_entries_and_copies_them() -> None:
     spec = Spec(abstract_mesh((2, 2)), (Shard(0), Shard(0)), (8,), shard_order=((0, (1, 0)),))
     (entry,) = spec.shard_order
-    assert (entry.tensor_dim, entry.mesh_dims) == (0, (1, 0)) == entry  # type: ignore[attr-defined]  # a ShardOrderEntry
+    named: Any = entry
+    assert (named.tensor_dim, named.mesh_dims) == (0, (1, 0)) == entry
     other = spec.shallow_copy_with_tensor_meta(TensorMeta((4, 2), (2, 1), torch.float64))
     assert (other.placements, other.shape, other.dtype) == (spec.placements, (4, 2), torch.float64)
     assert pickle.loads(pickle.dumps(spec)) is spec and b"ShardOrderEntry" not in pickle.dumps(spec)

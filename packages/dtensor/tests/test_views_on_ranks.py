@@ -218,7 +218,10 @@ def test_reading_with_every_kind_of_index(name: str) -> None:
         values = []
         for make, other in (
             (lambda t: t, lambda t: t),
-            (lambda t: put(t, placements), lambda t: put(t, [R] * len(placements))),  # noqa: B023  called at once
+            (
+                lambda t: put(t, placements),  # noqa: B023  # called at once
+                lambda t: put(t, [R] * len(placements)),  # noqa: B023  # called at once
+            ),
         ):
             x = make(sample(8, 6, seed=3)).requires_grad_()
             found = x[ASSIGNMENTS[name](other)[0]]

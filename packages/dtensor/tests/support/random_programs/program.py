@@ -45,7 +45,8 @@ class Program:
     """A mesh shape and the lines to run on it.
 
     Example:
-        >>> print(Program((4,), ("a = real(0, (3,), [Shard(0)])", "b = a + 1")).script())  # doctest: +ELLIPSIS
+        >>> program = Program((4,), ("a = real(0, (3,), [Shard(0)])", "b = a + 1"))
+        >>> print(program.script())  # doctest: +ELLIPSIS
         from random_programs import Program, run_one
         from shoal_mesh.testing import rank_pool
         ...
@@ -330,7 +331,8 @@ def run_one(program: Program, mesh: DeviceMesh | None = None) -> str:
     if failed[1].startswith("refused"):
         return failed[1]
     if bool(failed[0]) != bool(failed[1]):
-        return f"error: backward is {failed[0] or 'well'} on one device, {failed[1] or 'well'} on the mesh"
+        alone, together = failed[0] or "well", failed[1] or "well"
+        return f"error: backward is {alone} on one device, {together} on the mesh"
     if not torch.equal(states[0], states[1]):
         return "wrong: the generator's state"
     return _difference(plain, sharded, gradients=not failed[0])
@@ -370,7 +372,8 @@ def _unlike(name: str, one: Any, many: Any) -> str:
     if not isinstance(many, DTensor):
         return f"wrong: {name} is {type(many)}"
     if many._local_tensor.shape != many._spec.local_shape:
-        return f"wrong: {name} has a local shape {many._local_tensor.shape}, not {many._spec.local_shape}"
+        held, expected = many._local_tensor.shape, many._spec.local_shape
+        return f"wrong: {name} has a local shape {held}, not {expected}"
     return (
         ""
         if many.requires_grad == one.requires_grad
@@ -385,7 +388,8 @@ def _unlike_gradient(name: str, one: Any, many: Any) -> str:
         return (
             ""
             if same
-            else f"wrong: the gradient of {name} is {one.grad} on one device, {many.grad} on the mesh"
+            else f"wrong: the gradient of {name} is {one.grad} on one device, {many.grad} on the "
+            "mesh"
         )
     leaf, grad = many._spec, many.grad._spec
     if grad.placements == leaf.placements and grad.shard_order == leaf.shard_order:

@@ -161,7 +161,9 @@ def joined(d: Draft) -> str:
         shape = list(d[x].shape)
         shape[dim] = d.integer(0, 4)
         y = d.made("leaf", shape)
-    return f"torch.{d.pick(['cat', 'cat', 'concatenate'])}([{x}, {y}{', ' + x if d.chance(0.3) else ''}], {dim})"
+    function = d.pick(["cat", "cat", "concatenate"])
+    more = ", " + x if d.chance(0.3) else ""
+    return f"torch.{function}([{x}, {y}{more}], {dim})"
 
 
 def moved(d: Draft) -> str:
@@ -229,7 +231,9 @@ def picked_twice(d: Draft) -> str:
     if d.chance(0.4):
         return f"{x}[{d.const([[i] for i in one])}, {d.const(two)}]"
     if d[x].ndim > 2 and d.chance(0.5):
-        return f"{x}[{d.const(one)}, :, {d.const([d.integer(0, d[x].shape[2] - 1) for _ in range(count)])}]"
+        first = d.const(one)
+        last = d.const([d.integer(0, d[x].shape[2] - 1) for _ in range(count)])
+        return f"{x}[{first}, :, {last}]"
     return f"{x}[{d.const(one)}, {d.const(two)}]"
 
 
@@ -259,7 +263,7 @@ def counted(d: Draft) -> str:
 
 
 SHAPES: tuple[Callable[[Draft], str], ...] = (
-    viewed, viewed, viewed, viewed, viewed, viewed, viewed, joined, joined, moved, moved, copied, layout_of, layout_of,
-    layout_of,
+    viewed, viewed, viewed, viewed, viewed, viewed, viewed, joined, joined, moved, moved, copied,
+    layout_of, layout_of, layout_of,
     picked, picked, picked_twice, masked, gathered, counted,
 )  # fmt: skip

@@ -276,7 +276,8 @@ def complexes(d: Draft) -> str:
 
 
 VALUES: tuple[Callable[[Draft], str], ...] = (
-    unary, unary, scalar, scalar, binary, binary, binary, promoted, converted, compared, extremes, where, masked_fill,
-    reduced, reduced, reduced, spread, extreme, product, truths, matmul, matmul, product_of_two, linear, addmm, soft,
-    scanned, ordered, normed, loss, drawn, listed, norm_of_list, complexes,
+    unary, unary, scalar, scalar, binary, binary, binary, promoted, converted, compared, extremes,
+    where, masked_fill, reduced, reduced, reduced, spread, extreme, product, truths, matmul, matmul,
+    product_of_two, linear, addmm, soft, scanned, ordered, normed, loss, drawn, listed,
+    norm_of_list, complexes,
 )  # fmt: skip

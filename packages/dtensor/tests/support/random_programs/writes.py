@@ -112,7 +112,8 @@ def between(d: Draft) -> str:
     if n < 2:
         raise Skip("one part only")
     k = n // 2
-    return f"{x}.narrow({dim}, 0, {k}).{d.pick(['copy_', 'add_', 'mul_'])}({x}.narrow({dim}, {n - k}, {k}))"
+    method = d.pick(["copy_", "add_", "mul_"])
+    return f"{x}.narrow({dim}, 0, {k}).{method}({x}.narrow({dim}, {n - k}, {k}))"
 
 
 def assigned(d: Draft) -> str:
@@ -141,7 +142,9 @@ def assigned_by_tensor(d: Draft) -> str:
         return f"{x}[{before}{index}] = {d.number()}"
     shape = list(d[x].shape)
     shape[dim] = len(numbers)
-    return f"{x}[{before}{index}] {d.pick(['=', '+='])} {d.made(d.pick(['leaf', 'real']), shape[d.integer(0, dim) :])}"
+    sign = d.pick(["=", "+="])
+    value = d.made(d.pick(["leaf", "real"]), shape[d.integer(0, dim) :])
+    return f"{x}[{before}{index}] {sign} {value}"
 
 
 def assigned_by_mask(d: Draft) -> str:
@@ -266,6 +269,7 @@ def scanned(d: Draft) -> str:
 
 
 WRITES: tuple[Callable[[Draft], str], ...] = (
-    number, number, smooth, other, other, itself, between, assigned, assigned, assigned, assigned_by_tensor,
-    assigned_by_mask, filled, put, indexed, scattered, out, listed, reshaped, scanned,
+    number, number, smooth, other, other, itself, between, assigned, assigned, assigned,
+    assigned_by_tensor, assigned_by_mask, filled, put, indexed, scattered, out, listed, reshaped,
+    scanned,
 )  # fmt: skip
