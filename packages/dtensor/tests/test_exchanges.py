@@ -1,4 +1,4 @@
-"""Hooks on parameters after torch has exchanged their contents, in `Module.to` and `load_state_dict`.
+"""Hooks on parameters whose contents torch exchanged, in `Module.to` and `load_state_dict`.
 
 Covers: _torch/exchanges.py, tensor/gradients.py (update_hooks).
 """

@@ -142,7 +142,9 @@ TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Any]], object]] = {
     "grad": lambda f: torch.func.grad(lambda x: f(x * 1).sum())(torch.ones(4)),
     "vmap": lambda f: torch.func.vmap(f)(torch.ones(2, 4)),
     "jvp": lambda f: torch.func.jvp(f, (torch.ones(4),), (torch.ones(4),)),
-    "tangent": lambda f: f(forward_ad.make_dual(torch.ones(4), torch.ones(4))),  # type: ignore[no-untyped-call]  # torch has no types here
+    "tangent": lambda f: f(
+        forward_ad.make_dual(torch.ones(4), torch.ones(4))  # type: ignore[no-untyped-call]  # torch
+    ),
 }
 
 

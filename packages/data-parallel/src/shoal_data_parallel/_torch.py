@@ -42,7 +42,7 @@ def outside_transforms() -> Iterator[None]:
 
 
 def unseen_by_transforms() -> AbstractContextManager[object]:
-    """Return `outside_transforms()` if a transform or a recorder runs, and an empty block if not."""
+    """Return `outside_transforms()` if a transform or a recorder runs, else an empty block."""
     return outside_transforms() if in_transform() else nullcontext()
 
 

@@ -96,13 +96,13 @@ _is_batch: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batche
 
 
 def transforms_run() -> bool:
-    """Return whether a transform of `torch.func` or forward-mode AD runs; a compiler runs its own."""
+    """Return whether a transform of `torch.func` or forward-mode AD runs, outside of compilers."""
     runs = forward_ad._current_level >= 0 or _are_transforms_active()
     return runs and not is_compiling()
 
 
 def is_batch_of_gradients(grad: torch.Tensor) -> bool:
-    """Return whether a backward gets a batch of gradients (`is_grads_batched`), outside of compilers."""
+    """Return whether a gradient is a batch (`is_grads_batched`), outside of compilers."""
     return not is_compiling() and _is_batch(grad)
 
 

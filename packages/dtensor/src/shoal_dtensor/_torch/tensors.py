@@ -209,7 +209,8 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     if INTERCEPTED or _transforms_run():
         return _apply_observed(function, *args)
     try:
-        return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]  # no stub
+        # no stub has the method of the base class, which is written in C
+        return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
     except NotImplementedError as error:
         # of torch, which has computed the value, for the tangent
         if type(error) is not NotImplementedError or forward_level() < 0:
@@ -218,7 +219,7 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 def _apply_observed(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Run an autograd function by torch's own `apply`, which transforms and interceptors replace."""
+    """Run an autograd function by torch's `apply`, which transforms and interceptors replace."""
     has_rules = "setup_context" in vars(function)
     if _transforms_run() and not has_rules:
         raise transform_error(function.__name__)
