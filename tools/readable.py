@@ -18,8 +18,6 @@ keyword arguments. Operators of torch (`torch.ops.aten.mm`) are too: rules of ou
 names. torch and pickle, not readers, unpack the results of `forward` and `backward` of an autograd
 function, and of `reducer_override`. `dispatch` may be longer than
 40 statements: one more call in Python adds 60 ns to each operator.
-
-The folder `random_layouts` is left out: another mechanism is to replace it.
 """
 
 from __future__ import annotations
@@ -45,7 +43,6 @@ LONGEST_TUPLE = 2
 TAKE_NO_KEYWORDS = {"apply"}
 METHODS_OF_AUTOGRAD_FUNCTIONS = {"forward", "backward"}
 METHODS_OF_PICKLERS = {"reducer_override"}
-TO_BE_REPLACED = {"random_layouts"}
 # A comment that a tool reads stands where the tool looks for it, with its reason behind it.
 FOR_TOOLS = re.compile(r"#\s*(type:|noqa|fmt:|pragma)")
 READ_AS_TYPE = re.compile(r"#\s*type:")
@@ -217,8 +214,7 @@ def defined_names(trees: list[ast.Module]) -> set[str]:
 
 def main() -> int:
     """Print the findings; fail if there are any."""
-    found = sorted(file for folder in sys.argv[1:] for file in Path(folder).rglob("*.py"))
-    files = [file for file in found if TO_BE_REPLACED.isdisjoint(file.parts)]
+    files = sorted(file for folder in sys.argv[1:] for file in Path(folder).rglob("*.py"))
     texts = {file: file.read_text() for file in files}
     trees = {file: ast.parse(text) for file, text in texts.items()}
     names = defined_names([*trees.values()])

@@ -216,7 +216,8 @@ def _names_a_draw(code: CodeType, children: frozenset[str]) -> bool:
     before_dropout = _BY_ARGUMENT["scaled_dot_product_attention"]
     # whether the next attribute is read from a local variable, such as `self`
     of_local = False
-    keywords = 0  # number of keyword arguments of the next call
+    # number of keyword arguments of the next call
+    keywords = 0
     for instruction in get_instructions(code):
         opname = instruction.opname
         value = instruction.argval

@@ -12,7 +12,7 @@ All decisions depend only on specs and global sizes, so they are the same on all
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -443,7 +443,7 @@ def _global_size(spec: Spec, dim: int, out: tuple[int, ...], target: int) -> tup
     return others * total // others_of_out, 0
 
 
-def _describe_argument(value: Any) -> Any:
+def _describe_argument(value: Any) -> Hashable:
     """Return all properties of an argument that a layout can depend on, as part of a key."""
     if isinstance(value, Tensor):
         return spec_of(value) or (value.shape, value.stride(), value.dtype)

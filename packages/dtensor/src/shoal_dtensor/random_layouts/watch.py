@@ -75,11 +75,10 @@ class Watch(FunctionMode):
             return self.draw(name, func, args, kwargs)
         out = super().__torch_function__(func, types, args, kwargs)
         if isinstance(out, Tensor):
-            self.follow(name, func, args, kwargs, (out,))
+            self.follow(name, func, args, kwargs, outs=(out,))
         elif isinstance(out, tuple | list) and out and isinstance(out[0], Tensor):
-            self.follow(
-                name, func, args, kwargs, [each for each in out if isinstance(each, Tensor)]
-            )
+            tensors = [result for result in out if isinstance(result, Tensor)]
+            self.follow(name, func, args, kwargs, outs=tensors)
         elif name == "__setitem__":
             self.note_write(name, args[0], args[1:])
         return out
@@ -427,8 +426,9 @@ class Watch(FunctionMode):
         # If autograd records the target, the draw writes to a copy, which is copied to the target
         # below. Otherwise it writes to the memory of the target.
         if target is not None:
-            args = (target.clone() if target.requires_grad else target.detach(), *args[1:])
-            note_layout(args[0], first)
+            written = target.clone() if target.requires_grad else target.detach()
+            note_layout(written, first)
+            args = (written, *args[1:])
         with implicit_replication():
             given, named = map_instances((tuple(args), dict(kwargs)), Tensor, self._as_dtensor)
             drawn = func(*given, **named)
