@@ -89,7 +89,8 @@ from .modules.owners import (
 )
 from .optim.norm_scope import register_norm_scope
 from .random_layouts.asserted import assert_layout
-from .random_layouts.functions import active, drawers_of, draws
+from .random_layouts.drawing_calls import draws_numbers
+from .random_layouts.drawing_modules import draws_now, find_drawing_modules
 from .random_layouts.layouts import UNSEEN, global_stride, in_memory_as, layout_of, note_layout
 from .random_layouts.region import current_watch, unwatch_draws, watch_draws
 from .random_layouts.shadow_calls import run_without_memory

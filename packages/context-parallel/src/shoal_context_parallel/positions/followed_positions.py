@@ -28,7 +28,7 @@ from torch.nn import Parameter
 
 from shoal_dtensor import Spec
 from shoal_dtensor.errors import StyleError
-from shoal_dtensor.internal import TensorNote, draws, pytree, unwatched_functions
+from shoal_dtensor.internal import TensorNote, draws_numbers, pytree, unwatched_functions
 from shoal_mesh import abstract_mesh
 
 from ..errors import UnsupportedAttentionError
@@ -349,7 +349,7 @@ class FollowedPositions:
         if takes_local_rows(call) or takes_whole_blocks(call, self._layout):
             return ()
         source = next((value for value in call.args if isinstance(value, Spec)), call.specs[0])
-        if draws(name, args, kwargs) or name in COPYING:
+        if draws_numbers(name, args, kwargs) or name in COPYING:
             return self._like(source, outs)
         if not any(map(sequence_dim, call.specs)) and not any(map(rank_of, call.leaves)):
             return self._after_numbers(call, source, outs)

@@ -23,7 +23,7 @@ from .._torch.tensors import in_backward, saving_state, unwatched_functions
 from ..layout.tensor_meta import flatten
 from ..modules.forwards import ModuleForward, forward_of, set_forward
 from ..rng.state import get_random_mode
-from .functions import active, drawers_of
+from .drawing_modules import draws_now, find_drawing_modules
 from .layouts import PLAIN, UNSEEN, LocalLayout, layout_of, note_layout
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def watch_draws(root: nn.Module, batch_axes: DeviceMesh | None = None) -> None:
     meshes = _axes_of(batch, _lowered_forwards(root))
     if not meshes:
         return
-    drawers = {*drawers_of(root)}
+    drawers = {*find_drawing_modules(root)}
     if not drawers:
         return
     for module in [*root.modules()]:
@@ -128,7 +128,7 @@ class DrawRegion(ModuleForward):
         return clone
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not any(map(active, self.drawers)) or get_random_mode() == "local":
+        if not any(map(draws_now, self.drawers)) or get_random_mode() == "local":
             return self.forward(*args, **kwargs)
         watch = current_watch()
         if watch is None:

@@ -31,7 +31,8 @@ from ..modules.forwards import ModuleForward
 from ..scopes import implicit_replication
 from ..spmd.first_check import copy_type
 from ..tensor.dtensor import DTensor
-from .functions import active, drawers_of, draws
+from .drawing_calls import draws_numbers
+from .drawing_modules import draws_now, find_drawing_modules
 from .layouts import (
     PLAIN,
     UNSEEN,
@@ -71,7 +72,7 @@ class Watch(FunctionMode):
         kwargs = {} if kwargs is None else kwargs
         # Example: "bernoulli" for `bernoulli.default`.
         name = str(getattr(func, "__name__", "")).partition(".")[0]
-        if draws(name, args, kwargs):
+        if draws_numbers(name, args, kwargs):
             return self.draw(name, func, args, kwargs)
         out = super().__torch_function__(func, types, args, kwargs)
         if isinstance(out, Tensor):
@@ -201,13 +202,15 @@ class Watch(FunctionMode):
                     "numbers that were drawn as if it were replicated, because its sharding was "
                     f"unknown at that point. {WAY_OUT}"
                 )
-        if forward.sampling == "refused" and any(map(active, drawers_of(forward.module))):
+        if forward.sampling == "refused" and any(
+            map(draws_now, find_drawing_modules(forward.module))
+        ):
             raise LayoutError(
                 f"{forward.title}: the experts of {type(forward.module).__name__} draw random "
                 "numbers (dropout) on rows that one device has in another order. Apply dropout "
                 "after the experts, or set its probability to 0"
             )
-        spec = spec_of(source) if forward.one_axis and active(forward.module) else None
+        spec = spec_of(source) if forward.one_axis and draws_now(forward.module) else None
         if spec is None:
             return
         other_placements = [*spec.placements]

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from shoal_context_parallel.internal import ContextOptions
 from shoal_dtensor import full_tensor
 from shoal_dtensor.errors import PlanError, StyleError
-from shoal_dtensor.internal import active, check_types, drawers_of, holds_tensors
+from shoal_dtensor.internal import check_types, draws_now, find_drawing_modules, holds_tensors
 from shoal_mesh import DeviceMesh, abstract_mesh
 from shoal_mesh.internal import html_table, unobserved
 
@@ -243,7 +243,7 @@ def try_plan(
         _vary_constants(plain)
         inputs = _Inputs(args, kwargs)
         trial = _compare_runs(plain, plan, mesh, inputs)
-        if trial.proven and any(map(active, drawers_of(plain.train()))):
+        if trial.proven and any(map(draws_now, find_drawing_modules(plain.train()))):
             trial = _compare_runs(plain, plan, mesh, inputs)
     return trial
 

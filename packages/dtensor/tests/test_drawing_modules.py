@@ -1,6 +1,6 @@
 """Which modules may draw random numbers, by the code of their forwards.
 
-Covers: random_layouts/functions.py.
+Covers: random_layouts/{drawing_modules,drawing_calls}.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal_dtensor.random_layouts.functions import drawers_of
+from shoal_dtensor.random_layouts.drawing_modules import find_drawing_modules
 
 TABLE = {"noise": F.dropout}
 HELPERS = ModuleType("helpers")
@@ -67,9 +67,9 @@ DO_NOT: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("name", DRAW)
 def test_what_draws_is_seen(name: str) -> None:
     module = Own(DRAW[name])
-    assert drawers_of(nn.Sequential(module, nn.Linear(2, 2))) == [module]
+    assert find_drawing_modules(nn.Sequential(module, nn.Linear(2, 2))) == [module]
 
 
 @pytest.mark.parametrize("name", DO_NOT)
 def test_what_does_not_draw_is_left_alone(name: str) -> None:
-    assert drawers_of(Own(DO_NOT[name])) == []
+    assert find_drawing_modules(Own(DO_NOT[name])) == []
