@@ -223,7 +223,8 @@ def test_random_numbers_are_those_of_one_device_in_training_mode(
     assert found.proven and layer.training
     assert torch.equal(torch.get_rng_state(), before)
     monkeypatch.setattr(
-        "shoal_tp_styles.lowering.collective_functions.in_memory_as", lambda like, tensor: tensor
+        "shoal_tp_styles.lowering.collective_functions.with_memory_order_of",
+        lambda like, tensor: tensor,
     )
     # what is drawn fills memory in another order
     found = verify(layer, plan, MESH, x)

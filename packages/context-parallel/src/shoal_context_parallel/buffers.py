@@ -28,7 +28,7 @@ from shoal_dtensor.internal import (
     device_of_numbers,
     in_backward,
     is_compiling,
-    layout_of,
+    known_layout,
     note_layout,
     unwatched,
     unwatched_functions,
@@ -510,7 +510,7 @@ class RoutedAttention(ReplacedAttention):
             )
             if spec is not None:
                 return wrap_like(spec, out)
-        layout = layout_of(query)
+        layout = known_layout(query)
         if layout is not UNSEEN and out.shape == query.shape:
             note_layout(out, layout)
         return out

@@ -88,10 +88,16 @@ from .modules.owners import (
     with_methods,
 )
 from .optim.norm_scope import register_norm_scope
-from .random_layouts.asserted import assert_layout
+from .random_layouts.asserted_layouts import assert_layout
 from .random_layouts.drawing_calls import draws_numbers
 from .random_layouts.drawing_modules import draws_now, find_drawing_modules
-from .random_layouts.layouts import UNSEEN, global_stride, in_memory_as, layout_of, note_layout
+from .random_layouts.layouts import (
+    UNSEEN,
+    global_stride,
+    known_layout,
+    note_layout,
+    with_memory_order_of,
+)
 from .random_layouts.region import current_watch, unwatch_draws, watch_draws
 from .random_layouts.shadow_calls import run_without_memory
 from .redistribute.blocks import BlockMove, Blocks, Shards, exchange_blocks, move_blocks

@@ -24,7 +24,7 @@ from ..layout.tensor_meta import flatten
 from ..modules.forwards import ModuleForward, forward_of, set_forward
 from ..rng.state import get_random_mode
 from .drawing_modules import draws_now, find_drawing_modules
-from .layouts import PLAIN, UNSEEN, LocalLayout, layout_of, note_layout
+from .layouts import UNSEEN, UNSHARDED, LocalLayout, known_layout, note_layout
 
 if TYPE_CHECKING:
     from .watch import Watch
@@ -173,7 +173,7 @@ class DrawRegion(ModuleForward):
         watch = Watch(joint, axes)
         if recomputes:
             for key, tensor in _plain_tensors_by_key(args, kwargs):
-                if layout_of(tensor) is UNSEEN and key in self.arrived:
+                if known_layout(tensor) is UNSEEN and key in self.arrived:
                     note_layout(tensor, self.arrived[key])
         elif self.batch is not None:
             watch.enter_batch([*flatten((*args, *kwargs.values()))], self.batch)
@@ -208,11 +208,11 @@ class DrawRegion(ModuleForward):
     def remember(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Keep the layouts of inputs for a recomputation, whose inputs are other tensors."""
         for key, tensor in _plain_tensors_by_key(args, kwargs):
-            layout = layout_of(tensor)
-            layout = PLAIN if layout.plain else layout
+            layout = known_layout(tensor)
+            layout = UNSHARDED if layout.counts_as_equal else layout
             if self.arrived.setdefault(key, layout) != layout:
                 self.arrived[key] = LocalLayout(
-                    unknown="an input of a recomputed module has had several layouts"
+                    unknown_reason="an input of a recomputed module has had several layouts"
                 )
         if len(self.arrived) > _MOST_SHAPES:
             self.arrived.clear()

@@ -6,7 +6,7 @@
 
 Only the torch functions that modules call are watched, not the operators in them. The computation
 of lowered modules (modules whose forward a style has replaced) is not watched. The effect of a
-function on layouts is computed once per function and layouts (`followed`).
+function on layouts is computed once per function and layouts (`infer_layouts`).
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from ..spmd.first_check import copy_type
 from ..tensor.dtensor import DTensor
 from .drawing_calls import draws_numbers
 from .drawing_modules import draws_now, find_drawing_modules
+from .layout_inference import infer_layouts
 from .layouts import (
-    PLAIN,
     UNSEEN,
+    UNSHARDED,
     WAY_OUT,
     AnyShard,
     LocalLayout,
     UnknownLayoutError,
-    extents,
-    followed,
     global_stride,
-    layout_of,
+    known_layout,
+    known_spec,
     note_layout,
-    shard_of,
-    spec_of,
+    shard_sizes_along,
+    sized_placement,
 )
 
 
@@ -104,14 +104,16 @@ class Watch(FunctionMode):
         for tensor, column in zip(tensors, rows_by_tensor, strict=True):
             if column != sizes:
                 continue
-            layout = layout_of(tensor)
+            layout = known_layout(tensor)
             if layout is not UNSEEN and (layout.spec is None or layout.spec.mesh != self.mesh):
                 # The noted layout belongs to another watch.
-                note_layout(tensor, PLAIN)
+                note_layout(tensor, UNSHARDED)
             if not even and any(mesh.size() != axes.size() for mesh in along):
                 note_layout(
                     tensor,
-                    LocalLayout(unknown="two axes shard the batch, in shards of different sizes"),
+                    LocalLayout(
+                        unknown_reason="two axes shard the batch, in shards of different sizes"
+                    ),
                 )
                 continue
             for mesh in along:
@@ -129,17 +131,17 @@ class Watch(FunctionMode):
     ) -> None:
         """Attach layouts to the tensors that a function returned."""
         tensors = [*flatten((*args, *kwargs.values()))]
-        layouts = [layout_of(tensor) for tensor in tensors]
-        if all(layout.plain for layout in layouts):
+        layouts = [known_layout(tensor) for tensor in tensors]
+        if all(layout.counts_as_equal for layout in layouts):
             for out in outs:
-                if layout_of(out) is UNSEEN:
-                    note_layout(out, PLAIN)
+                if known_layout(out) is UNSEEN:
+                    note_layout(out, UNSHARDED)
             return
         if len(outs) == 1 and any(outs[0] is tensor for tensor in tensors):
             self.note_write(name, outs[0], tensors)
             return
         shards = [*map(local_of, outs)]
-        out_layouts = followed(name, func, args, kwargs, outs=shards, layouts=layouts)
+        out_layouts = infer_layouts(name, func, args, kwargs, outs=shards, layouts=layouts)
         for out, layout in zip(outs, out_layouts, strict=True):
             note_layout(out, layout)
 
@@ -151,8 +153,10 @@ class Watch(FunctionMode):
         others = [
             source for source in sources if isinstance(source, Tensor) and source is not target
         ]
-        if spec_of(target) is None and not all(layout_of(source).plain for source in others):
-            note_layout(target, LocalLayout(unknown=f"{name} wrote shards to it"))
+        if known_spec(target) is None and not all(
+            known_layout(source).counts_as_equal for source in others
+        ):
+            note_layout(target, LocalLayout(unknown_reason=f"{name} wrote shards to it"))
 
     # --- modules ----------------------------------------------------------------------------------
 
@@ -191,8 +195,8 @@ class Watch(FunctionMode):
         rows in another order, or draws on one axis only while other axes shard its input.
         """
         for value, arrives in forward.declared_inputs(args, kwargs):
-            drawn = type(value) is Tensor and layout_of(value).drawn
-            spec = spec_of(value) if drawn and isinstance(arrives, Shard) else None
+            drawn = type(value) is Tensor and known_layout(value).has_equal_draws
+            spec = known_spec(value) if drawn and isinstance(arrives, Shard) else None
             axis = self.axes.get(forward.mesh)
             if axis is None or spec is None:
                 continue
@@ -210,7 +214,7 @@ class Watch(FunctionMode):
                 "numbers (dropout) on rows that one device has in another order. Apply dropout "
                 "after the experts, or set its probability to 0"
             )
-        spec = spec_of(source) if forward.one_axis and draws_now(forward.module) else None
+        spec = known_spec(source) if forward.one_axis and draws_now(forward.module) else None
         if spec is None:
             return
         other_placements = [*spec.placements]
@@ -234,7 +238,8 @@ class Watch(FunctionMode):
         if self.mesh.ndim > 1 or not isinstance(local, DTensor):
             axis = self.axes[spec.mesh]
             note_layout(
-                local, self.layout_with_shard(local_of(local), axis, shard_of(spec, 0), source)
+                local,
+                self.layout_with_shard(local_of(local), axis, sized_placement(spec, 0), source),
             )
 
     def _output(
@@ -253,21 +258,21 @@ class Watch(FunctionMode):
         blocks = forward.output_blocks()
         if blocks is not None:
             return self._fused_output(forward, result, blocks, source)
-        noted = spec_of(result)
-        spec = spec_of(source)
+        noted = known_spec(result)
+        spec = known_spec(source)
         shard: AnyShard | None = None
         if noted is not None:
             # The module has noted a layout with the sizes of all shards.
-            shard = shard_of(noted, axis)
+            shard = sized_placement(noted, axis)
         elif spec is not None and forward.keeps_shard(spec, axis, result):
-            shard = shard_of(spec, axis)
+            shard = sized_placement(spec, axis)
         elif isinstance(layout, Shard):
             dim = layout.dim % result.ndim
             sizes = layout.sizes or forward.output_sizes(index, result.shape[dim])
             input_dim = None if spec is None else getattr(spec.placements[axis], "dim", None)
             if not sizes and spec is not None and input_dim == dim:
                 # Use the sizes of the first input's shards, if they fit the output.
-                input_sizes = extents(spec, axis)
+                input_sizes = shard_sizes_along(spec, axis)
                 is_same_here = input_sizes[forward.mesh.comm(0).rank] == result.shape[dim]
                 sizes = input_sizes if is_same_here else None
             shard = Shard(dim, sizes=sizes)
@@ -282,7 +287,7 @@ class Watch(FunctionMode):
     ) -> LocalLayout:
         """Return the layout of a result of fused blocks, given the sizes of each block's shards."""
         if not blocks:
-            return LocalLayout(unknown="several ranks hold the same heads")
+            return LocalLayout(unknown_reason="several ranks hold the same heads")
         specs = []
         for sizes in blocks:
             local = result.narrow(-1, 0, sizes[forward.mesh.comm(0).rank])
@@ -294,7 +299,8 @@ class Watch(FunctionMode):
         if len(specs) == 1:
             return LocalLayout(specs[0])
         return LocalLayout(
-            unknown="it holds shards of several blocks; split them first", blocks=tuple(specs)
+            unknown_reason="it holds shards of several blocks; split them first",
+            block_specs=tuple(specs),
         )
 
     def layout_with_shard(
@@ -304,8 +310,8 @@ class Watch(FunctionMode):
 
         Along the other axes, or along all axes if `axis` is None, it is placed like `source`.
         """
-        outer_layout = UNSEEN if source is None else layout_of(source)
-        if outer_layout.unknown and (axis is None or self.mesh.ndim > 1):
+        outer_layout = UNSEEN if source is None else known_layout(source)
+        if outer_layout.unknown_reason and (axis is None or self.mesh.ndim > 1):
             return outer_layout
         try:
             placements = self._kept_placements(local, outer_layout.spec, axis)
@@ -313,12 +319,12 @@ class Watch(FunctionMode):
                 placements[axis] = shard or Replicate()
             if any(isinstance(placement, AnyShard) for placement in placements):
                 spec = self._global_spec(local, placements)
-                return LocalLayout(spec, drawn=outer_layout.drawn)
+                return LocalLayout(spec, has_equal_draws=outer_layout.has_equal_draws)
         except UnknownLayoutError as error:
-            return LocalLayout(unknown=str(error))
-        if outer_layout.drawn:
-            return LocalLayout(replicated_spec(self.mesh, local), drawn=True)
-        return PLAIN
+            return LocalLayout(unknown_reason=str(error))
+        if outer_layout.has_equal_draws:
+            return LocalLayout(replicated_spec(self.mesh, local), has_equal_draws=True)
+        return UNSHARDED
 
     def _kept_placements(
         self, local: Tensor, source: Spec | None, axis: int | None
@@ -333,7 +339,7 @@ class Watch(FunctionMode):
         if source is None:
             return placements
         for other in range(self.mesh.ndim):
-            kept = shard_of(source, other)
+            kept = sized_placement(source, other)
             if other == axis or kept is None:
                 continue
             has_dim = kept.dim < local.ndim
@@ -383,9 +389,9 @@ class Watch(FunctionMode):
     def draw(self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return this rank's shard of the random result of one device, or raise on all ranks."""
         tensors = [*flatten((*args, *kwargs.values()))]
-        layouts = [layout_of(tensor) for tensor in tensors]
+        layouts = [known_layout(tensor) for tensor in tensors]
         for tensor, layout in zip(tensors, layouts, strict=True):
-            why = layout.unknown
+            why = layout.unknown_reason
             # A tensor that was computed, but not by a watched function.
             is_unwatched = layout is UNSEEN and tensor.requires_grad and not tensor.is_leaf
             if isinstance(tensor, DTensor):
@@ -411,20 +417,22 @@ class Watch(FunctionMode):
         out = func(*args, **kwargs)
         for result in out if isinstance(out, tuple | list) else (out,):
             if type(result) is Tensor and result.ndim:
-                note_layout(result, LocalLayout(replicated_spec(self.mesh, result), drawn=True))
+                note_layout(
+                    result, LocalLayout(replicated_spec(self.mesh, result), has_equal_draws=True)
+                )
         return out
 
     def _draw_sharded(
         self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Draw on DTensors; the layout of the first argument is the layout of the result."""
-        like = spec_of(args[0])
+        like = known_spec(args[0])
         if like is None:
             raise LayoutError(
                 f"{name}: its other arguments are sharded, but its first argument is not known to "
                 f"be sharded. {WAY_OUT}"
             )
-        first = layout_of(args[0])
+        first = known_layout(args[0])
         target = args[0] if name.endswith("_") or kwargs.get("inplace") else None
         # If autograd records the target, the draw writes to a copy, which is copied to the target
         # below. Otherwise it writes to the memory of the target.
@@ -454,7 +462,7 @@ class Watch(FunctionMode):
         """Return the DTensor that a plain tensor is a shard of; another tensor as it is."""
         if type(value) is not Tensor:
             return value
-        spec = spec_of(value)
+        spec = known_spec(value)
         if spec is None:
             if value.requires_grad:
                 raise LayoutError(
@@ -495,5 +503,7 @@ def _local(drawn: Any, like: Spec, name: str) -> Any:
             )
     placed = drawn.redistribute(placements=placements)
     local: Tensor = placed.to_local(grad_placements=placements)
-    note_layout(local, LocalLayout(placed.spec, drawn=not all(p.is_shard() for p in placements)))
+    note_layout(
+        local, LocalLayout(placed.spec, has_equal_draws=not all(p.is_shard() for p in placements))
+    )
     return local

@@ -22,11 +22,11 @@ from shoal_dtensor import Placement, Shard
 from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import (
     apply,
-    in_memory_as,
     is_compiling,
     selectively_checkpointed,
     unwatched,
     whole_when_compiled,
+    with_memory_order_of,
 )
 from shoal_mesh import Comm, all_gather, all_gather_v, all_reduce, reduce_scatter, reduce_scatter_v
 from shoal_mesh.internal import all_reduce_, parts_like, positions_by_dtype
@@ -102,7 +102,7 @@ class ReversibleMove(Function):
     def forward(ctx: Any, x: Tensor, move: Move, back: Move, place: tuple[Any, ...]) -> Tensor:
         ctx.back = back
         ctx.place = place
-        return in_memory_as(x, move(x, *place))
+        return with_memory_order_of(x, move(x, *place))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

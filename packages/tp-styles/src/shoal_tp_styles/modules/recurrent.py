@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from shoal_dtensor import DTensor, Placement, Replicate, Shard
 from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
-from shoal_dtensor.internal import in_memory_as, shard_sizes
+from shoal_dtensor.internal import shard_sizes, with_memory_order_of
 
 from ..lowering import ports
 from ..lowering.collective_functions import gather
@@ -271,7 +271,7 @@ class HiddenUnits(Lowered):
         if len(parts) == 1:
             return ports.sharded_output(self, parts[0], self.sizes)
         gathered = [gather(part, self.comm, part.ndim - 1, self.sizes) for part in parts]
-        out = in_memory_as(parts[0], torch.cat(gathered, -1))
+        out = with_memory_order_of(parts[0], torch.cat(gathered, -1))
         return out if self.sharding.local_outputs else from_local(out, Replicate(), self.mesh)
 
     def run_layers(self, x: Tensor, initial: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -22,13 +22,13 @@ from ..spmd.types.mesh_axes import AxisLike, MeshAxis, axes_of
 from ..spmd.types.tensor_types import TensorType, describe_axes, read_type
 from ..tensor.dtensor import DTensor
 from .layouts import (
-    PLAIN,
     UNSEEN,
+    UNSHARDED,
     LocalLayout,
     global_stride,
-    layout_of,
+    known_layout,
     note_layout,
-    shard_of,
+    sized_placement,
 )
 
 
@@ -64,18 +64,18 @@ def _asserted_layout(
     """Return the layout of a plain tensor with an asserted type, or the layout that is known."""
     asserted = read_type(types, tensor.ndim, partition_spec)
     axes = axes_of(mesh)
-    present = layout_of(tensor)
+    present = known_layout(tensor)
     if present.spec is not None:
         _compare(present.spec, asserted, axes)
         return present
     missing = [axis for axis in axes if axis.size() > 1 and axis not in asserted.by_axis]
-    if present.unknown and 0 < len(missing) < len(axes):
+    if present.unknown_reason and 0 < len(missing) < len(axes):
         raise SpmdTypeError(
             f"{user_line()}: assert_type: the layout of the tensor is unknown over "
             f"{describe_axes(axes)}, but the asserted type {asserted!r} leaves out "
             f"{describe_axes(missing)}. Assert the types over all of these axes at once"
         )
-    if missing and (present.unknown or present is UNSEEN):
+    if missing and (present.unknown_reason or present is UNSEEN):
         return present
     return _layout_of_type(asserted, axes, mesh, tensor)
 
@@ -86,7 +86,7 @@ def _compare(spec: Spec, asserted: TensorType, axes: Sequence[MeshAxis]) -> None
         axis_type = asserted.by_axis.get(axis)
         if axis_type is None:
             continue
-        shard = shard_of(spec, index)
+        shard = sized_placement(spec, index)
         known = R if shard is None else Shard(shard.dim)
         # I and R differ in their gradients only, and S(i) is more specific than V.
         agrees = (
@@ -108,8 +108,8 @@ def _layout_of_type(
     for axis in axes:
         axis_type = asserted.by_axis.get(axis, R)
         if axis_type not in (R, I) and not isinstance(axis_type, Shard):
-            return LocalLayout(unknown=f"it is asserted to be {axis_type} over {axis!r}")
+            return LocalLayout(unknown_reason=f"it is asserted to be {axis_type} over {axis!r}")
     spec = spec_of_type(asserted, mesh, axes, tensor.shape, dtype=tensor.dtype)
     if not spec.shard_order:
-        return PLAIN
+        return UNSHARDED
     return LocalLayout(spec.with_(stride=global_stride(tensor, spec.shape)))

@@ -1,4 +1,4 @@
-"""Covers: random_layouts/layouts.py, _torch/tensors.py, modules/owners.py: notes on tensors."""
+"""Covers: random_layouts/{layouts,layout_inference,global_sizes}.py, _torch/tensors.py, modules/owners.py: notes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import nn
 
 from shoal_dtensor import Shard, Spec
 from shoal_dtensor.modules.owners import has_hooks, move_attachments
+from shoal_dtensor.random_layouts.layout_inference import infer_layouts
 from shoal_dtensor.random_layouts.layouts import (
-    PLAIN,
     UNSEEN,
+    UNSHARDED,
     LocalLayout,
-    followed,
-    layout_of,
+    known_layout,
     note_layout,
 )
 from shoal_mesh import abstract_mesh
@@ -31,10 +31,10 @@ def through_a_file(tensor: Any) -> Any:
 
 def test_a_layout_stays_with_its_tensor() -> None:
     x = torch.ones(2)
-    note_layout(x, PLAIN)
-    assert layout_of(x) is PLAIN
-    assert layout_of(through_a_file(x)) is UNSEEN
-    assert layout_of(copy.deepcopy(x)) is UNSEEN
+    note_layout(x, UNSHARDED)
+    assert known_layout(x) is UNSHARDED
+    assert known_layout(through_a_file(x)) is UNSEEN
+    assert known_layout(copy.deepcopy(x)) is UNSEEN
 
 
 def test_what_a_parameter_carries_of_another_stays_with_it() -> None:
@@ -55,5 +55,7 @@ def test_a_view_of_an_empty_batch_is_sharded_as_it() -> None:
     spec = Spec(abstract_mesh((2,)), (Shard(0),), (0, 6))
     note_layout(x, LocalLayout(spec))
     view = x.view(0, 2, 3)
-    (layout,) = followed("view", torch.Tensor.view, (x, 0, 2, 3), {}, [view], [layout_of(x)])
+    (layout,) = infer_layouts(
+        "view", torch.Tensor.view, (x, 0, 2, 3), {}, [view], [known_layout(x)]
+    )
     assert layout == LocalLayout(spec.with_(shape=(0, 2, 3)))
