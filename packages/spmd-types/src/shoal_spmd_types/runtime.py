@@ -277,7 +277,7 @@ def assert_type(
     if not gets_type and watch is None:
         return tensor
     # A watch has a mesh, by which names of axes are read if no mesh is current.
-    watch_mesh = None if watch is None else watch.mesh
+    watch_mesh = None if watch is None else watch.axes.mesh
     with _mesh_for_names(watch_mesh):
         try:
             merged = merge_types(*types, partition_spec)
@@ -286,7 +286,7 @@ def assert_type(
         if gets_type:
             spmd.assert_tensor_type(tensor, merged.local_type, merged.partition_spec)
         if watch is not None:
-            assert_layout(tensor, watch.mesh, merged.local_type, merged.partition_spec)
+            assert_layout(tensor, watch.axes.mesh, merged.local_type, merged.partition_spec)
     return tensor
 
 

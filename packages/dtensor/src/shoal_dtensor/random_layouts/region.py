@@ -3,11 +3,16 @@
 Modules of a parallel tree that contain such code get a `DrawRegion`, so that recomputation of any
 of them in backward is watched like the first forward. If nothing draws (eval mode, a probability of
 0), it only calls the module's forward.
+
+For example, in `Sequential(Linear, Sequential(Linear, Dropout))` the two Sequentials and the Dropout
+get one. The outermost region starts the watch. The inner ones are called under it, and remember the
+layouts of their inputs: if a checkpoint runs the inner Sequential again in backward, its region
+starts a watch of its own, and gives these layouts to the new input tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from copy import deepcopy
 from functools import lru_cache
@@ -23,13 +28,15 @@ from .._torch.tensors import in_backward, saving_state, unwatched_functions
 from ..layout.tensor_meta import flatten
 from ..modules.forwards import ModuleForward, forward_of, set_forward
 from ..rng.state import get_random_mode
+from .activation_axes import ActivationAxes
 from .drawing_modules import draws_now, find_drawing_modules
 from .layouts import UNSEEN, UNSHARDED, LocalLayout, known_layout, note_layout
 
 if TYPE_CHECKING:
     from .watch import Watch
 
-_MOST_SHAPES = 64
+# the most inputs whose layouts a region remembers, counted by name, shape and dtype
+_MOST_INPUTS = 64
 # the attribute with the data axes of a module whose inputs are shards of a batch
 _BATCH_AXES = "_shoal_batch_axes"
 _watch: ContextVar[Watch | None] = ContextVar("shoal_dtensor_watch", default=None)
@@ -39,29 +46,31 @@ current_watch: Callable[[], Watch | None] = _watch.get
 def watch_draws(root: nn.Module, batch_axes: DeviceMesh | None = None) -> None:
     """Make the random numbers that a parallel module's code draws equal to those of one device.
 
-    `batch_axes` are the axes of data parallelism, along which the inputs are shards of a batch.
+    Args:
+        root: the module.
+        batch_axes: the axes of data parallelism, along which the inputs are shards of a batch.
     """
     unwatch_draws(root)
     if batch_axes is not None:
         root.__dict__[_BATCH_AXES] = batch_axes
-    batch = _batch_axes(root)
-    meshes = _axes_of(batch, _lowered_forwards(root))
-    if not meshes:
+    batch = _find_batch_axes(root)
+    axes = _find_axes(batch, _lowered_forwards(root))
+    if not axes:
         return
-    drawers = {*find_drawing_modules(root)}
-    if not drawers:
+    drawing_modules = {*find_drawing_modules(root)}
+    if not drawing_modules:
         return
     for module in [*root.modules()]:
-        drawers_inside = [child for child in module.modules() if child in drawers]
-        if drawers_inside:
+        drawing_inside = [child for child in module.modules() if child in drawing_modules]
+        if drawing_inside:
             inner = forward_of(module)
-            # a program may have replaced the forward of the class in this instance
+            # A program may have replaced the forward of the class in this instance.
             instance_forward = vars(module).get("forward") if inner is None else None
             region = DrawRegion(
                 module,
                 inner,
-                drawers_inside,
-                meshes,
+                drawing_inside,
+                axes,
                 batch=batch,
                 instance_forward=instance_forward,
             )
@@ -81,7 +90,7 @@ def unwatch_draws(root: nn.Module) -> None:
 class DrawRegion(ModuleForward):
     """The forward of a module under which code may draw."""
 
-    __slots__ = ("arrived", "batch", "drawers", "instance_forward", "meshes")
+    __slots__ = ("axes", "batch", "drawing_modules", "instance_forward", "remembered_layouts")
 
     sampling: ClassVar[Literal["watched"]] = "watched"
 
@@ -89,21 +98,22 @@ class DrawRegion(ModuleForward):
         self,
         module: nn.Module,
         inner: ModuleForward | None,
-        drawers: list[nn.Module],
-        meshes: Sequence[DeviceMesh],
+        drawing_modules: list[nn.Module],
+        axes: Sequence[DeviceMesh],
         batch: DeviceMesh | None,
         instance_forward: Callable[..., Any] | None = None,
     ) -> None:
-        super().__init__(module, meshes[0], inner)
+        super().__init__(module, axes[0], inner)
         # the forward that the program has given to this instance; None for the one of its class
         self.instance_forward: Callable[..., Any] | None = instance_forward
-        self.drawers: list[nn.Module] = drawers  # the modules whose code may draw
+        # the modules of the tree whose own code may draw
+        self.drawing_modules: list[nn.Module] = drawing_modules
         # the axes that shard activations of the tree, each as a mesh of one axis
-        self.meshes: tuple[DeviceMesh, ...] = tuple(meshes)
+        self.axes: tuple[DeviceMesh, ...] = tuple(axes)
         # the axes along which inputs are shards of a batch
         self.batch: DeviceMesh | None = batch
         # the layouts of inputs in the first forward, by name, shape and dtype, for a recomputation
-        self.arrived: dict[Any, LocalLayout] = {}
+        self.remembered_layouts: dict[Hashable, LocalLayout] = {}
 
     @property
     def title(self) -> str:
@@ -113,8 +123,8 @@ class DrawRegion(ModuleForward):
         state = (
             self.module,
             self.inner,
-            self.drawers,
-            self.meshes,
+            self.drawing_modules,
+            self.axes,
             self.batch,
             self.instance_forward,
         )
@@ -122,28 +132,28 @@ class DrawRegion(ModuleForward):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         clone = super().__deepcopy__(memo)
-        clone.drawers = deepcopy(self.drawers, memo)
+        clone.drawing_modules = deepcopy(self.drawing_modules, memo)
         clone.instance_forward = deepcopy(self.instance_forward, memo)
-        clone.arrived = {}
+        clone.remembered_layouts = {}
         return clone
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not any(map(draws_now, self.drawers)) or get_random_mode() == "local":
-            return self.forward(*args, **kwargs)
+        if not any(map(draws_now, self.drawing_modules)) or get_random_mode() == "local":
+            return self.run_unwatched(*args, **kwargs)
         watch = current_watch()
         if watch is None:
             if is_compiling():
-                return _uncompiled(self, args, kwargs)
-            return self.run_watched(args, kwargs)
+                return _start_watch_uncompiled(self, args, kwargs)
+            return self.start_watch(args, kwargs)
         # Outside of backward, this is not a recomputation.
         if not in_backward():
             with unwatched_functions():
-                self.remember(args, kwargs)
-            self.meshes = tuple(mesh for mesh in watch.axes if mesh.ndim == 1)
-        return self.under(watch, args, kwargs)
+                self.remember_layouts(args, kwargs)
+            self.axes = tuple(mesh for mesh in watch.axes.index if mesh.ndim == 1)
+        return self.run_in_watch(watch, args, kwargs)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward, unwatched."""
+    def run_unwatched(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward, and start no watch."""
         module = self.module
         if self.instance_forward is not None:
             return self.instance_forward(*args, **kwargs)
@@ -151,84 +161,87 @@ class DrawRegion(ModuleForward):
             return type(module).forward(module, *args, **kwargs)
         return self.inner(*args, **kwargs)
 
-    def run_watched(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def start_watch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the module's forward under a watch of its own."""
-        recomputes = in_backward()
-        lowered = _lowered_forwards(self.module)
-        # Modules in the tree may have become parallel since `watch_draws`.
-        if not recomputes:
-            self.batch = self.batch or _batch_axes(self.module)
-            self.meshes = tuple(dict.fromkeys((*self.meshes, *_axes_of(self.batch, lowered))))
-        crossing = [mesh for mesh in self.meshes if not _divides(mesh, self.batch)]
-        joint = crossing[0] if len(crossing) == 1 else DeviceMesh.concatenate(crossing)
-        axes: dict[DeviceMesh, int] = {mesh: axis for axis, mesh in enumerate(crossing)}
-        # A style on several axes shards its inputs along the first axis.
-        for forward in lowered.values():
-            first = _single_axes(forward.mesh)[0]
-            if first in axes:
-                axes.setdefault(forward.mesh, axes[first])
         # Imported here, because only forwards that draw need it.
         from .watch import Watch
 
-        watch = Watch(joint, axes)
-        if recomputes:
-            for key, tensor in _plain_tensors_by_key(args, kwargs):
-                if known_layout(tensor) is UNSEEN and key in self.arrived:
-                    note_layout(tensor, self.arrived[key])
+        is_recomputation = in_backward()
+        lowered = _lowered_forwards(self.module)
+        # Modules in the tree may have become parallel since `watch_draws`.
+        if not is_recomputation:
+            self.batch = self.batch or _find_batch_axes(self.module)
+            self.axes = tuple(dict.fromkeys((*self.axes, *_find_axes(self.batch, lowered))))
+        watch = Watch(_activation_axes(self.axes, self.batch, lowered.values()))
+        if is_recomputation:
+            self.restore_layouts(args, kwargs)
         elif self.batch is not None:
-            watch.enter_batch([*flatten((*args, *kwargs.values()))], self.batch)
-            self.remember(args, kwargs)
+            # Imported here, because only data-parallel modules need it.
+            from .batch_rows import note_batch_rows
+
+            note_batch_rows(watch.axes, [*flatten((*args, *kwargs.values()))], self.batch)
+            self.remember_layouts(args, kwargs)
         token = _watch.set(watch)
         # The modules without a `DrawRegion`, which the watch has to call.
         direct = {
             module: forward for module, forward in lowered.items() if forward_of(module) is forward
         }
         for module, forward in direct.items():
-            # bound to the forward, so that `forward_of` finds it
+            # A method of the forward, so that `forward_of` finds the forward.
             module.__dict__["forward"] = MethodType(watch.call, forward)
         try:
             with watch:
-                return self.under(watch, args, kwargs)
+                return self.run_in_watch(watch, args, kwargs)
         finally:
             for module, forward in direct.items():
                 set_forward(module, forward)
             _watch.reset(token)
 
-    def under(self, watch: Watch, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run the module's forward under a watch."""
+    def run_in_watch(self, watch: Watch, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the module's forward under a watch that is active."""
         before = watch.saving_state
         watch.saving_state = saving_state()
         try:
             if self.inner is None:
-                return self.forward(*args, **kwargs)
+                return self.run_unwatched(*args, **kwargs)
             return watch.call(self.inner, *args, **kwargs)
         finally:
             watch.saving_state = before
 
-    def remember(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def remember_layouts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Keep the layouts of inputs for a recomputation, whose inputs are other tensors."""
         for key, tensor in _plain_tensors_by_key(args, kwargs):
             layout = known_layout(tensor)
-            layout = UNSHARDED if layout.counts_as_equal else layout
-            if self.arrived.setdefault(key, layout) != layout:
-                self.arrived[key] = LocalLayout(
+            if layout.counts_as_equal:
+                layout = UNSHARDED
+            if self.remembered_layouts.setdefault(key, layout) != layout:
+                self.remembered_layouts[key] = LocalLayout(
                     unknown_reason="an input of a recomputed module has had several layouts"
                 )
-        if len(self.arrived) > _MOST_SHAPES:
-            self.arrived.clear()
+        if len(self.remembered_layouts) > _MOST_INPUTS:
+            self.remembered_layouts.clear()
+
+    def restore_layouts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Give the inputs of a recomputation the layouts of the inputs of the first forward."""
+        for key, tensor in _plain_tensors_by_key(args, kwargs):
+            if known_layout(tensor) is UNSEEN and key in self.remembered_layouts:
+                note_layout(tensor, self.remembered_layouts[key])
 
 
 # A watch follows single calls, so a watched forward runs uncompiled.
-_uncompiled: Any = eager_only(DrawRegion.run_watched)
+_start_watch_uncompiled: Any = eager_only(DrawRegion.start_watch)
 
 
 def _plain_tensors_by_key(
     args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Iterator[tuple[Any, Tensor]]:
-    """Yield the plain tensors among arguments, each with its key in `DrawRegion.arrived`."""
+) -> Iterator[tuple[Hashable, Tensor]]:
+    """Yield the plain tensors among arguments, each with its key in `remembered_layouts`."""
     for name, value in [*enumerate(args), *kwargs.items()]:
         if type(value) is Tensor:
             yield (name, value.shape, value.dtype), value
+
+
+# --- the axes of a tree of modules ----------------------------------------------------------------
 
 
 def _lowered_forwards(root: nn.Module) -> dict[nn.Module, ModuleForward]:
@@ -243,31 +256,53 @@ def _lowered_forwards(root: nn.Module) -> dict[nn.Module, ModuleForward]:
     return lowered
 
 
-def _batch_axes(root: nn.Module) -> DeviceMesh | None:
+def _find_batch_axes(root: nn.Module) -> DeviceMesh | None:
     """Return the axes over which a module gets shards of a batch.
 
     They are taken from the first module in its tree that has them.
     """
-    return next(
-        (vars(module)[_BATCH_AXES] for module in root.modules() if _BATCH_AXES in vars(module)),
-        None,
-    )
+    for module in root.modules():
+        batch_axes: DeviceMesh | None = vars(module).get(_BATCH_AXES)
+        if batch_axes is not None:
+            return batch_axes
+    return None
 
 
-def _axes_of(
+def _find_axes(
     batch: DeviceMesh | None, lowered: Mapping[nn.Module, ModuleForward]
 ) -> list[DeviceMesh]:
     """Return the axes that shard the activations of a tree: axes of its batch and its styles."""
     meshes = [] if batch is None else [batch]
     for outer in lowered.values():
-        chain: list[DeviceMesh] = []
+        outermost_first: list[DeviceMesh] = []
         forward: ModuleForward | None = outer
         while forward is not None:
-            chain.append(forward.mesh)
+            outermost_first.append(forward.mesh)
             forward = forward.inner
         # The innermost callable was made first.
-        meshes += reversed(chain)
+        meshes += reversed(outermost_first)
     return [*dict.fromkeys(axis for mesh in meshes for axis in _single_axes(mesh))]
+
+
+def _activation_axes(
+    axes: Sequence[DeviceMesh], batch: DeviceMesh | None, forwards: Iterable[ModuleForward]
+) -> ActivationAxes:
+    """Return the axes of a watch.
+
+    Args:
+        axes: the axes that shard activations, each as a mesh of one axis.
+        batch: the axes of the batch.
+        forwards: the forwards of the modules with a style.
+    """
+    independent = [mesh for mesh in axes if not _divides(mesh, batch)]
+    joint = independent[0] if len(independent) == 1 else DeviceMesh.concatenate(independent)
+    index = {mesh: position for position, mesh in enumerate(independent)}
+    # A style on several axes shards its inputs along the first axis.
+    for forward in forwards:
+        first = _single_axes(forward.mesh)[0]
+        if first in index:
+            index.setdefault(forward.mesh, index[first])
+    return ActivationAxes(joint, index)
 
 
 @lru_cache(maxsize=256)

@@ -115,7 +115,7 @@ def local_output(tensor: DTensor, style: str, source: Tensor | None = None) -> T
     local = tensor.to_local(grad_placements=(grad,))
     watch = None if is_compiling() else current_watch()
     if watch is not None:
-        watch.note_spec(local, tensor.spec, source)
+        watch.axes.note_spec(local, tensor.spec, source)
     return local
 
 
@@ -204,7 +204,7 @@ class DTensorForward(Lowered):
             if self.sharding.local_inputs:
                 return local_output(arrived, self.sharding.style, value)
             if watch is not None:
-                watch.note_spec(arrived, arrived.spec, value)
+                watch.axes.note_spec(arrived, arrived.spec, value)
         return arrived
 
     def _leave(self, value: Any, port: Port) -> Any:

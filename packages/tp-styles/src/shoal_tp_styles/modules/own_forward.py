@@ -186,7 +186,7 @@ class LocalForward(DTensorForward):
             for name, shard in local.items():
                 param = self.params[name]
                 if shard is not None and isinstance(param, DTensor):
-                    watch.note_spec(shard, param.spec)
+                    watch.axes.note_spec(shard, param.spec)
         return call_with_replaced(forward, (self.params, local), (vars(self.module), self.counts))
 
 
