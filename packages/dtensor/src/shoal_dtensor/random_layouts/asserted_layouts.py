@@ -1,6 +1,8 @@
 """Layouts that a program asserts as types of plain tensors (`spmd.types.axis_types`).
 
-A type says less than a layout: S(i) stands for shards of equal sizes.
+For example, `assert_type(x, {"tensor": S(1)})` for a local `x` of shape (3, 4) on 2 ranks asserts
+that it is a shard of a tensor of shape (3, 8). A type can describe fewer layouts than a spec: S(i)
+stands for shards of equal sizes.
 """
 
 from __future__ import annotations
@@ -52,64 +54,64 @@ def assert_layout(
     """
     with unwatched_functions():
         if not isinstance(tensor, DTensor):
-            note_layout(tensor, _asserted_layout(tensor, mesh, types, partition_spec))
+            asserted_type = read_type(types, tensor.ndim, partition_spec)
+            note_layout(tensor, _asserted_layout(tensor, mesh, asserted_type))
 
 
-def _asserted_layout(
-    tensor: Tensor,
-    mesh: DeviceMesh,
-    types: Mapping[AxisLike, AnyAxisType],
-    partition_spec: Sequence[Any] | None,
-) -> LocalLayout:
+def _asserted_layout(tensor: Tensor, mesh: DeviceMesh, asserted_type: TensorType) -> LocalLayout:
     """Return the layout of a plain tensor with an asserted type, or the layout that is known."""
-    asserted = read_type(types, tensor.ndim, partition_spec)
     axes = axes_of(mesh)
-    present = known_layout(tensor)
-    if present.spec is not None:
-        _compare(present.spec, asserted, axes)
-        return present
-    missing = [axis for axis in axes if axis.size() > 1 and axis not in asserted.by_axis]
-    if present.unknown_reason and 0 < len(missing) < len(axes):
+    known = known_layout(tensor)
+    if known.spec is not None:
+        _check_agreement(known.spec, asserted_type, axes)
+        return known
+    missing = [axis for axis in axes if axis.size() > 1 and axis not in asserted_type.by_axis]
+    has_some_axes = 0 < len(missing) < len(axes)
+    if known.unknown_reason and has_some_axes:
         raise SpmdTypeError(
             f"{user_line()}: assert_type: the layout of the tensor is unknown over "
-            f"{describe_axes(axes)}, but the asserted type {asserted!r} leaves out "
+            f"{describe_axes(axes)}, but the asserted type {asserted_type!r} leaves out "
             f"{describe_axes(missing)}. Assert the types over all of these axes at once"
         )
-    if missing and (present.unknown_reason or present is UNSEEN):
-        return present
-    return _layout_of_type(asserted, axes, mesh, tensor)
+    # No function has shown that the other axes do not shard the tensor.
+    if missing and (known.unknown_reason or known is UNSEEN):
+        return known
+    return _layout_of_type(asserted_type, axes, mesh, tensor)
 
 
-def _compare(spec: Spec, asserted: TensorType, axes: Sequence[MeshAxis]) -> None:
+def _check_agreement(spec: Spec, asserted_type: TensorType, axes: Sequence[MeshAxis]) -> None:
     """Raise an error if an asserted type contradicts a known layout."""
     for index, axis in enumerate(axes):
-        axis_type = asserted.by_axis.get(axis)
+        axis_type = asserted_type.by_axis.get(axis)
         if axis_type is None:
             continue
-        shard = sized_placement(spec, index)
-        known = R if shard is None else Shard(shard.dim)
-        # I and R differ in their gradients only, and S(i) is more specific than V.
-        agrees = (
-            axis_type is known
-            or (known is R and axis_type is I)
-            or (axis_type is V and shard is not None)
-        )
+        placement = sized_placement(spec, index)
+        if placement is None:
+            known: AnyAxisType = R
+            # I and R differ in their gradients only.
+            agrees = axis_type in (R, I)
+        else:
+            known = Shard(placement.dim)
+            # S(i) is more specific than V.
+            agrees = axis_type in (known, V)
         if not agrees:
             raise SpmdTypeError(
-                f"{user_line()}: assert_type: the tensor is {known} over {axis!r}, but {axis_type} is "
-                "asserted"
+                f"{user_line()}: assert_type: the tensor is {known} over {axis!r}, but "
+                f"{axis_type} is asserted"
             )
 
 
 def _layout_of_type(
-    asserted: TensorType, axes: Sequence[MeshAxis], mesh: DeviceMesh, tensor: Tensor
+    asserted_type: TensorType, axes: Sequence[MeshAxis], mesh: DeviceMesh, tensor: Tensor
 ) -> LocalLayout:
     """Return the layout of a tensor with a type over the axes of a mesh."""
     for axis in axes:
-        axis_type = asserted.by_axis.get(axis, R)
-        if axis_type not in (R, I) and not isinstance(axis_type, Shard):
+        axis_type = asserted_type.by_axis.get(axis, R)
+        has_placement = axis_type in (R, I) or isinstance(axis_type, Shard)
+        if not has_placement:
             return LocalLayout(unknown_reason=f"it is asserted to be {axis_type} over {axis!r}")
-    spec = spec_of_type(asserted, mesh, axes, tensor.shape, dtype=tensor.dtype)
-    if not spec.shard_order:
+    spec = spec_of_type(asserted_type, mesh, axes, tensor.shape, dtype=tensor.dtype)
+    is_sharded = bool(spec.shard_order)
+    if not is_sharded:
         return UNSHARDED
     return LocalLayout(spec.with_(stride=global_stride(tensor, spec.shape)))

@@ -1,4 +1,9 @@
-"""`run_without_memory`: a torch function on DTensors without memory, to learn its results' layouts."""
+"""`run_without_memory`: a torch function on DTensors without memory, for its results' layouts.
+
+A DTensor without memory has a local tensor on the meta device, so a run computes only shapes and
+placements. For example, `torch.transpose` for a `Spec` of shape (8, 6) in the layout S(0) returns a
+DTensor of shape (6, 8) in the layout S(1).
+"""
 
 from __future__ import annotations
 
@@ -39,7 +44,7 @@ def run_without_memory(
         Exception: any other error of the function.
     """
 
-    def shadow(value: Any) -> Any:
+    def make_shadow(value: Any) -> Any:
         """Return a DTensor without memory for a spec or a plain tensor, and "meta" for a device."""
         if isinstance(value, torch.device):
             return torch.device("meta")
@@ -55,6 +60,6 @@ def run_without_memory(
     # operators.
     with out_of_sight(), warnings.catch_warnings(), communication("forbid"), torch.no_grad():
         warnings.simplefilter("ignore")
-        given, named = pytree.tree_map(shadow, (tuple(args), dict(kwargs)))
-        results = pytree.tree_leaves(function(*given, **named))
+        shadow_args, shadow_kwargs = pytree.tree_map(make_shadow, (tuple(args), dict(kwargs)))
+        results = pytree.tree_leaves(function(*shadow_args, **shadow_kwargs))
     return [result for result in results if isinstance(result, Tensor)]
