@@ -15,7 +15,8 @@ Example: on 2 ranks, `up` is a `ColwiseParallel` Linear and `down` a `RowwisePar
 How it works, in the order of a program:
 
 1. `watch_draws` finds the modules whose code may draw (`drawing_modules`), and replaces the forward
-   of each module around them by a `DrawRegion` (`region`). Other models are left alone.
+   of each module around them by a `DrawRegion` (`region`, `module_axes`). Other models are left
+   alone.
 2. A call of the outermost `DrawRegion` runs under a `Watch` if some module draws in this call
    (`watch`). The inputs get layouts if they are rows of a batch (`batch_rows`).
 3. A module with a style gives its outputs the layouts that its style declares (`styled_calls`,

@@ -12,10 +12,9 @@ starts a watch of its own, and gives these layouts to the new input tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from copy import deepcopy
-from functools import lru_cache
 from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -28,17 +27,15 @@ from .._torch.tensors import in_backward, saving_state, unwatched_functions
 from ..layout.tensor_meta import flatten
 from ..modules.forwards import ModuleForward, forward_of, set_forward
 from ..rng.state import get_random_mode
-from .activation_axes import ActivationAxes
 from .drawing_modules import draws_now, find_drawing_modules
 from .layouts import UNSEEN, UNSHARDED, LocalLayout, known_layout, note_layout
+from .module_axes import find_axes, find_batch_axes, join_axes, set_batch_axes
 
 if TYPE_CHECKING:
     from .watch import Watch
 
 # the most inputs whose layouts a region remembers, counted by name, shape and dtype
 _MOST_INPUTS = 64
-# the attribute with the data axes of a module whose inputs are shards of a batch
-_BATCH_AXES = "_shoal_batch_axes"
 _watch: ContextVar[Watch | None] = ContextVar("shoal_dtensor_watch", default=None)
 current_watch: Callable[[], Watch | None] = _watch.get
 
@@ -52,9 +49,9 @@ def watch_draws(root: nn.Module, batch_axes: DeviceMesh | None = None) -> None:
     """
     unwatch_draws(root)
     if batch_axes is not None:
-        root.__dict__[_BATCH_AXES] = batch_axes
-    batch = _find_batch_axes(root)
-    axes = _find_axes(batch, _lowered_forwards(root))
+        set_batch_axes(root, batch_axes)
+    batch = find_batch_axes(root)
+    axes = find_axes(batch, _lowered_forwards(root).values())
     if not axes:
         return
     drawing_modules = {*find_drawing_modules(root)}
@@ -170,9 +167,10 @@ class DrawRegion(ModuleForward):
         lowered = _lowered_forwards(self.module)
         # Modules in the tree may have become parallel since `watch_draws`.
         if not is_recomputation:
-            self.batch = self.batch or _find_batch_axes(self.module)
-            self.axes = tuple(dict.fromkeys((*self.axes, *_find_axes(self.batch, lowered))))
-        watch = Watch(_activation_axes(self.axes, self.batch, lowered.values()))
+            self.batch = self.batch or find_batch_axes(self.module)
+            found = find_axes(self.batch, lowered.values())
+            self.axes = tuple(dict.fromkeys((*self.axes, *found)))
+        watch = Watch(join_axes(self.axes, self.batch, lowered.values()))
         if is_recomputation:
             self.restore_layouts(args, kwargs)
         elif self.batch is not None:
@@ -241,9 +239,6 @@ def _plain_tensors_by_key(
             yield (name, value.shape, value.dtype), value
 
 
-# --- the axes of a tree of modules ----------------------------------------------------------------
-
-
 def _lowered_forwards(root: nn.Module) -> dict[nn.Module, ModuleForward]:
     """Return the modules of a tree whose forward a style has replaced, with these forwards."""
     lowered = {}
@@ -254,76 +249,3 @@ def _lowered_forwards(root: nn.Module) -> dict[nn.Module, ModuleForward]:
         if forward is not None:
             lowered[module] = forward
     return lowered
-
-
-def _find_batch_axes(root: nn.Module) -> DeviceMesh | None:
-    """Return the axes over which a module gets shards of a batch.
-
-    They are taken from the first module in its tree that has them.
-    """
-    for module in root.modules():
-        batch_axes: DeviceMesh | None = vars(module).get(_BATCH_AXES)
-        if batch_axes is not None:
-            return batch_axes
-    return None
-
-
-def _find_axes(
-    batch: DeviceMesh | None, lowered: Mapping[nn.Module, ModuleForward]
-) -> list[DeviceMesh]:
-    """Return the axes that shard the activations of a tree: axes of its batch and its styles."""
-    meshes = [] if batch is None else [batch]
-    for outer in lowered.values():
-        outermost_first: list[DeviceMesh] = []
-        forward: ModuleForward | None = outer
-        while forward is not None:
-            outermost_first.append(forward.mesh)
-            forward = forward.inner
-        # The innermost callable was made first.
-        meshes += reversed(outermost_first)
-    return [*dict.fromkeys(axis for mesh in meshes for axis in _single_axes(mesh))]
-
-
-def _activation_axes(
-    axes: Sequence[DeviceMesh], batch: DeviceMesh | None, forwards: Iterable[ModuleForward]
-) -> ActivationAxes:
-    """Return the axes of a watch.
-
-    Args:
-        axes: the axes that shard activations, each as a mesh of one axis.
-        batch: the axes of the batch.
-        forwards: the forwards of the modules with a style.
-    """
-    independent = [mesh for mesh in axes if not _divides(mesh, batch)]
-    joint = independent[0] if len(independent) == 1 else DeviceMesh.concatenate(independent)
-    index = {mesh: position for position, mesh in enumerate(independent)}
-    # A style on several axes shards its inputs along the first axis.
-    for forward in forwards:
-        first = _single_axes(forward.mesh)[0]
-        if first in index:
-            index.setdefault(forward.mesh, index[first])
-    return ActivationAxes(joint, index)
-
-
-@lru_cache(maxsize=256)
-def _divides(mesh: DeviceMesh, batch: DeviceMesh | None) -> bool:
-    """Tell whether an axis is a part of an axis of the batch, such as one that divides experts.
-
-    Rows along it are rows of the batch, whose axes already describe where they are.
-    """
-    if batch is None or mesh.size() == 1:
-        return False
-    axes_of_batch = _single_axes(batch)
-    if mesh in axes_of_batch:
-        return False
-    ranks = _ranks_of(mesh)
-    return any(ranks <= _ranks_of(axis) for axis in axes_of_batch)
-
-
-def _ranks_of(mesh: DeviceMesh) -> set[int]:
-    return set(mesh.mesh.flatten().tolist())
-
-
-def _single_axes(mesh: DeviceMesh) -> list[DeviceMesh]:
-    """Return each axis of a mesh as a mesh of its own."""
-    return [mesh] if mesh.ndim == 1 else [mesh[name] for name in mesh.axis_names]
