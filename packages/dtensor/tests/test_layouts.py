@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal_dtensor import Shard, Spec
+from shoal_dtensor import Replicate, Shard, Spec
 from shoal_dtensor.modules.owners import has_hooks, move_attachments
 from shoal_dtensor.random_layouts.layout_inference import infer_layouts
 from shoal_dtensor.random_layouts.layouts import (
@@ -59,3 +59,13 @@ def test_a_view_of_an_empty_batch_is_sharded_as_it() -> None:
         "view", torch.Tensor.view, (x, 0, 2, 3), {}, [view], [known_layout(x)]
     )
     assert layout == LocalLayout(spec.with_(shape=(0, 2, 3)))
+
+
+def test_equal_draws_are_followed_after_the_same_call_on_other_tensors() -> None:
+    spec = Spec(abstract_mesh((2, 2)), (Shard(0), Replicate()), (8, 3))
+    x = torch.ones(4, 3)
+    for has_equal_draws in (False, True, False):
+        note_layout(x, LocalLayout(spec, has_equal_draws=has_equal_draws))
+        out = x.relu()
+        (layout,) = infer_layouts("relu", torch.relu, (x,), {}, [out], [known_layout(x)])
+        assert layout == LocalLayout(spec, has_equal_draws=has_equal_draws)

@@ -80,15 +80,15 @@ def infer_layouts(
         # Replicated tensors have a spec only if they follow from random numbers.
         mesh = specs[0].mesh
         return [LocalLayout(replicated_spec(mesh, out), has_equal_draws=True) for out in outs]
+    has_draws = any(layout.has_equal_draws for layout in layouts)
     metas = [(out.shape, out.dtype) for out in outs]
-    key = (func, *metas, _key_of((args, kwargs)))
+    key = (func, has_draws, *metas, _key_of((args, kwargs)))
     try:
         return _cached_layouts[key]
     except (KeyError, TypeError):
         pass
     spec_args, spec_kwargs = pytree.tree_map(_spec_or_value, (tuple(args), dict(kwargs)))
     call = SpecCall(name, func, spec_args, spec_kwargs)
-    has_draws = any(layout.has_equal_draws for layout in layouts)
     results = _layouts_from_call(call, outs, has_draws)
     if len(_cached_layouts) < _MOST_ENTRIES:
         # Some arguments cannot be part of a key.
