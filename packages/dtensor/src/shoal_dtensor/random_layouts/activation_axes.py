@@ -97,7 +97,7 @@ class ActivationAxes:
     def _placements_like(
         self, source: Spec | None, local: Tensor, changed_axis: int | None
     ) -> list[Placement]:
-        """Return the placements of a local tensor that is sharded like `source`, except on one axis.
+        """Return the placements of a tensor that is sharded like `source`, except on one axis.
 
         Raises:
             UnknownLayoutError: a dim of the source that is sharded is not a dim of the tensor, or
@@ -128,7 +128,7 @@ class ActivationAxes:
         """
         sharded_dims = [shard.dim for shard in placements if isinstance(shard, AnyShard)]
         shape = [*local.shape]
-        # Equal sizes are left out, so that specs of equal shards are equal.
+        # Equal sizes are left out, so that all specs of equal shards are the same.
         final = [*placements]
         for axis, placement in enumerate(placements):
             if not isinstance(placement, AnyShard):

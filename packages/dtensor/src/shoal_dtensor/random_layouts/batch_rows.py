@@ -34,16 +34,17 @@ def note_batch_rows(axes: ActivationAxes, tensors: Sequence[Tensor], batch: Devi
     counts = [_count_rows(tensor) for tensor in tensors]
     if max(counts, default=_NO_ROWS) == _NO_ROWS:
         return
+    counts_by_rank = _gather_counts(counts, batch)
     # for each tensor, its number of rows on each rank
-    columns = [list(column) for column in zip(*_gather_counts(counts, batch), strict=True)]
+    counts_by_tensor = [list(column) for column in zip(*counts_by_rank, strict=True)]
     first = next(index for index, count in enumerate(counts) if count != _NO_ROWS)
-    sizes = columns[first]
+    sizes = counts_by_tensor[first]
     even = len({*sizes}) == 1
     shard = Shard(0, sizes=None if even else sizes)
     batch_axes = [mesh for mesh in axes.index if {*mesh.axis_names} <= {*batch.axis_names}]
     is_unknown = not even and any(mesh.size() != batch.size() for mesh in batch_axes)
-    for tensor, column in zip(tensors, columns, strict=True):
-        if column != sizes:
+    for tensor, rows_on_ranks in zip(tensors, counts_by_tensor, strict=True):
+        if rows_on_ranks != sizes:
             continue
         layout = known_layout(tensor)
         if layout is not UNSEEN and (layout.spec is None or layout.spec.mesh != axes.mesh):

@@ -64,7 +64,7 @@ def draws_numbers(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         args: its positional arguments.
         kwargs: its keyword arguments.
     """
-    # This is asked for every function under a watch, and few of them may draw.
+    # Every function under a watch comes here, and few of them may draw.
     if name not in _MAY_DRAW:
         return False
     if name in ALWAYS_DRAWING:
@@ -81,7 +81,10 @@ def draws_numbers(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def _dropout_draws(args: Sequence[Any], kwargs: Mapping[str, Any], training: Any) -> bool:
-    """Tell whether `dropout(input, p, training)` draws; `training` is the keyword argument or None."""
+    """Tell whether `dropout(input, p, training)` draws.
+
+    `training` is the keyword argument; None without it.
+    """
     probability = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
     is_training = training is None or bool(training)
     is_off_by_position = len(args) > 2 and not args[2]

@@ -7,17 +7,21 @@ forward cannot decide, because a model may draw in its second forward only. Neit
 has a function that tells, without running another function, whether that function may draw.
 
 Therefore the names are read that the code of a module loads. This is the only file that reads
-byte code. The code of
+byte code. For example, the code of
 
     def forward(self, x):
         return helpers.noisy(self.up(x), p=0.1)
 
-loads the names "helpers", "noisy", "up" and "p". None of them is the name of a draw. `noisy` is a
-function of a module of the user, so its code is read too.
+loads the names "helpers", "noisy" and "p", and the child module "up". None of them is the name of a
+draw. `noisy` is a function of a module of the user, so its code is read too.
+
+Instructions are read, and not only the list of names (`code.co_names`), because the list does not
+tell `self.dropout` from `F.dropout`: the first is a child module, which may be in eval mode or have
+a probability of 0.
 
 A name of a draw that is never called costs the time of a watch, but changes no number. A draw that
-no name shows, such as `getattr(functional, "drop" + "out")`, is watched only if another module
-around it may draw.
+no name shows, such as `getattr(functional, "drop" + "out")`, is watched only while a module that
+was found draws in the same `DrawRegion` (`region.py`).
 """
 
 from __future__ import annotations
@@ -95,7 +99,7 @@ def _may_draw(module: nn.Module) -> bool:
 
 
 def _names_of_children(module: nn.Module) -> frozenset[str]:
-    """Return the names in the paths of a module's children, such as "mlp" and "drop" of "mlp.drop"."""
+    """Return the names in the paths of a module's children: "mlp" and "drop" for "mlp.drop"."""
     paths = [path for path, _ in module.named_modules()]
     return frozenset(name for path in paths for name in path.split("."))
 

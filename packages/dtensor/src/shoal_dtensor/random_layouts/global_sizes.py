@@ -141,10 +141,9 @@ def _dim_after_reshape(
 ) -> tuple[int, int]:
     """Return the dim of a reshaped tensor that a sharded dim went to, and its global size.
 
-    In the order of memory, `dim` and the dims after it have `local_shape[dim:].numel()` elements.
-    Therefore the sharded dim of the result is the dim that has the same number of elements together
-    with the dims after it. If shards have size 1 on some rank, other dims fit as well, and only a
-    -1 determines the dim.
+    A reshape keeps the order of elements in memory. Therefore the sharded dim of the result is the
+    dim that has as many elements, together with the dims after it, as `dim` and the dims after it.
+    If shards have size 1 on some rank, other dims fit as well, and only a -1 determines the dim.
 
     Args:
         spec: the layout of the tensor that is reshaped.
@@ -179,8 +178,9 @@ class _Candidates(NamedTuple):
 
     Attributes:
         dims: these dims.
-        are_exact: whether the elements of the sharded dim and of the dims after it are those of
-            such a dim and of the dims after it; otherwise the dim was folded into a larger one.
+        are_exact: whether each of these dims has, together with the dims after it, as many elements
+            as the sharded dim with the dims after it. Otherwise the sharded dim was folded into a
+            larger dim.
     """
 
     dims: list[int]
@@ -190,9 +190,9 @@ class _Candidates(NamedTuple):
 def _find_candidates(local: Sequence[int], dim: int, out: tuple[int, ...]) -> _Candidates:
     """Return the dims of the shape `out` that a sharded dim of a local shape may have gone to.
 
-    For a local shape of (2, 4, 6) with dim 1 sharded, 24 elements belong to dim 1 and the dims after
-    it. Reshaped to (2, 2, 2, 6), dim 1 has 24 elements too: an exact candidate. Reshaped to (8, 6),
-    dim 0 has 48 elements and dim 1 has 6, so the sharded dim was folded into dim 0.
+    For a local shape of (2, 4, 6) with dim 1 sharded, 24 elements belong to dim 1 and the dims
+    after it. Reshaped to (2, 2, 2, 6), dim 1 has 24 elements too: an exact candidate. Reshaped to
+    (8, 6), dim 0 has 48 elements and dim 1 has 6, so the sharded dim was folded into dim 0.
     """
     if not local[dim]:
         empty = [j for j, size in enumerate(out) if size == 0]
@@ -213,7 +213,7 @@ def _find_candidates(local: Sequence[int], dim: int, out: tuple[int, ...]) -> _C
 
 
 def _global_size(spec: Spec, dim: int, out: tuple[int, ...], target: int) -> tuple[int, int]:
-    """Return the global size of the dim that a sharded dim went to, and the rest of the division."""
+    """Return the global size of the dim that a sharded dim went to, and the division's rest."""
     local = spec.local_shape
     total = spec.shape[dim]
     if local[dim]:

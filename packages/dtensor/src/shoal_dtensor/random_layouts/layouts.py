@@ -82,8 +82,10 @@ def known_layout(tensor: Tensor) -> LocalLayout:
 
     For a DTensor on some of the axes, it is the layout of its local shard on all axes.
     """
+    # The attribute is empty in copies of a tensor (`TensorNote`).
     layout: LocalLayout = getattr(tensor, _ATTRIBUTE, None) or UNSEEN
     spec = layout.spec
+    # The shape of a DTensor is global on its own axes.
     if spec is None or spec.local_shape == tensor.shape or hasattr(tensor, "device_mesh"):
         return layout
     return LocalLayout(unknown_reason="its shape was changed in place")
@@ -104,7 +106,7 @@ def note_layout(tensor: Tensor, layout: LocalLayout) -> None:
 
 @lru_cache(maxsize=1024)
 def shard_sizes_along(spec: Spec, axis: int) -> tuple[int, ...]:
-    """Return the number of elements that each rank of an axis has of the dim that the axis shards."""
+    """Return the size on each rank of an axis of the dim that the axis shards."""
     dim = getattr(spec.placements[axis], "dim", None)
     assert dim is not None, "the axis shards a dim"
     # Example: for the rank at (1, 0), the ranks along axis 1 are at (1, 0) and (1, 1). A rank

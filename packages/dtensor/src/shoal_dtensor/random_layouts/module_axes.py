@@ -1,7 +1,7 @@
 """The axes that shard the activations of a tree of modules: axes of its batch, and of its styles.
 
-For example, `replicate` on the axis "data" of a model whose Linears have styles on the axis "tensor"
-gives the axes "data" and "tensor".
+For example, a model with `replicate` on the axis "data", and with Linears that have styles on the
+axis "tensor", has the axes "data" and "tensor".
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ Modules of a parallel tree that contain such code get a `DrawRegion`, so that re
 of them in backward is watched like the first forward. If nothing draws (eval mode, a probability of
 0), it only calls the module's forward.
 
-For example, in `Sequential(Linear, Sequential(Linear, Dropout))` the two Sequentials and the Dropout
-get one. The outermost region starts the watch. The inner ones are called under it, and remember the
-layouts of their inputs: if a checkpoint runs the inner Sequential again in backward, its region
-starts a watch of its own, and gives these layouts to the new input tensors.
+For example, in `Sequential(Linear, Sequential(Linear, Dropout))` the two Sequentials and the
+Dropout get one. The outermost region starts the watch. The inner ones are called under it, and
+remember the layouts of their inputs: if a checkpoint runs the inner Sequential again in backward,
+its region starts another watch, and gives these layouts to the new input tensors.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class DrawRegion(ModuleForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not any(map(draws_now, self.drawing_modules)) or get_random_mode() == "local":
-            return self.run_unwatched(*args, **kwargs)
+            return self.run_replaced_forward(*args, **kwargs)
         watch = current_watch()
         if watch is None:
             if is_compiling():
@@ -149,8 +149,8 @@ class DrawRegion(ModuleForward):
             self.axes = tuple(mesh for mesh in watch.axes.index if mesh.ndim == 1)
         return self.run_in_watch(watch, args, kwargs)
 
-    def run_unwatched(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward, and start no watch."""
+    def run_replaced_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward that this one replaces."""
         module = self.module
         if self.instance_forward is not None:
             return self.instance_forward(*args, **kwargs)
@@ -159,7 +159,7 @@ class DrawRegion(ModuleForward):
         return self.inner(*args, **kwargs)
 
     def start_watch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run the module's forward under a watch of its own."""
+        """Run the module's forward under a new watch."""
         # Imported here, because only forwards that draw need it.
         from .watch import Watch
 
@@ -201,7 +201,7 @@ class DrawRegion(ModuleForward):
         watch.saving_state = saving_state()
         try:
             if self.inner is None:
-                return self.run_unwatched(*args, **kwargs)
+                return self.run_replaced_forward(*args, **kwargs)
             return watch.call(self.inner, *args, **kwargs)
         finally:
             watch.saving_state = before

@@ -72,7 +72,8 @@ def draw_as_one_device(call: RandomCall, mesh: DeviceMesh, in_checkpoint: bool) 
     if any(layout.spec and not layout.spec.replicated for layout in layouts):
         return _draw_sharded(call, mesh)
     out = call.function(*call.args, **call.kwargs)
-    for result in out if isinstance(out, tuple | list) else (out,):
+    results = out if isinstance(out, tuple | list) else (out,)
+    for result in results:
         if type(result) is Tensor and result.ndim:
             note_layout(result, LocalLayout(replicated_spec(mesh, result), has_equal_draws=True))
     return out

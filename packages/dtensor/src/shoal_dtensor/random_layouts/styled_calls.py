@@ -61,7 +61,7 @@ class StyledCall(NamedTuple):
             self._check_other_axes()
 
     def _check_equal_draws(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raise an error if an input holds equal draws, but the style declares that it is a shard."""
+        """Raise an error if the style declares that an input with equal draws is a shard."""
         declared_inputs = self.forward.declared_inputs(args, kwargs)
         axis = self.axes.index.get(self.forward.mesh)
         if axis is None:
@@ -153,7 +153,7 @@ class StyledCall(NamedTuple):
     def _sizes_of_source(
         self, source: Spec, result: Tensor, dim: int, axis: int
     ) -> Sequence[int] | None:
-        """Return the sizes of the source's shards if they fit an output that shards the same dim."""
+        """Return the sizes of the source's shards if the output can have the same."""
         if getattr(source.placements[axis], "dim", None) != dim:
             return None
         sizes = shard_sizes_along(source, axis)
