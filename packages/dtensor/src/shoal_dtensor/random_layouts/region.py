@@ -51,7 +51,7 @@ def watch_draws(root: nn.Module, batch_axes: DeviceMesh | None = None) -> None:
     if batch_axes is not None:
         set_batch_axes(root, batch_axes)
     batch = find_batch_axes(root)
-    axes = find_axes(batch, _lowered_forwards(root).values())
+    axes = find_axes(batch, _find_lowered_forwards(root).values())
     if not axes:
         return
     drawing_modules = {*find_drawing_modules(root)}
@@ -164,13 +164,13 @@ class DrawRegion(ModuleForward):
         from .watch import Watch
 
         is_recomputation = in_backward()
-        lowered = _lowered_forwards(self.module)
+        forwards = _find_lowered_forwards(self.module)
         # Modules in the tree may have become parallel since `watch_draws`.
         if not is_recomputation:
             self.batch = self.batch or find_batch_axes(self.module)
-            found = find_axes(self.batch, lowered.values())
-            self.axes = tuple(dict.fromkeys((*self.axes, *found)))
-        watch = Watch(join_axes(self.axes, self.batch, lowered.values()))
+            axes = find_axes(self.batch, forwards.values())
+            self.axes = tuple(dict.fromkeys((*self.axes, *axes)))
+        watch = Watch(join_axes(self.axes, self.batch, forwards.values()))
         if is_recomputation:
             self.restore_layouts(args, kwargs)
         elif self.batch is not None:
@@ -181,17 +181,17 @@ class DrawRegion(ModuleForward):
             self.remember_layouts(args, kwargs)
         token = _watch.set(watch)
         # The modules without a `DrawRegion`, which the watch has to call.
-        direct = {
-            module: forward for module, forward in lowered.items() if forward_of(module) is forward
+        without_region = {
+            module: forward for module, forward in forwards.items() if forward_of(module) is forward
         }
-        for module, forward in direct.items():
+        for module, forward in without_region.items():
             # A method of the forward, so that `forward_of` finds the forward.
             module.__dict__["forward"] = MethodType(watch.call, forward)
         try:
             with watch:
                 return self.run_in_watch(watch, args, kwargs)
         finally:
-            for module, forward in direct.items():
+            for module, forward in without_region.items():
                 set_forward(module, forward)
             _watch.reset(token)
 
@@ -239,13 +239,13 @@ def _plain_tensors_by_key(
             yield (name, value.shape, value.dtype), value
 
 
-def _lowered_forwards(root: nn.Module) -> dict[nn.Module, ModuleForward]:
+def _find_lowered_forwards(root: nn.Module) -> dict[nn.Module, ModuleForward]:
     """Return the modules of a tree whose forward a style has replaced, with these forwards."""
-    lowered = {}
+    forwards = {}
     for module in root.modules():
         forward = forward_of(module)
         if isinstance(forward, DrawRegion):
             forward = forward.inner
         if forward is not None:
-            lowered[module] = forward
-    return lowered
+            forwards[module] = forward
+    return forwards
