@@ -129,14 +129,14 @@ class ActivationAxes:
         sharded_dims = [shard.dim for shard in placements if isinstance(shard, AnyShard)]
         shape = [*local.shape]
         # Equal sizes are left out, so that all specs of equal shards are the same.
-        final = [*placements]
+        final_placements = [*placements]
         for axis, placement in enumerate(placements):
             if not isinstance(placement, AnyShard):
                 continue
             dim = placement.dim
             sizes = placement.sizes
             if sizes is None or len({*sizes}) == 1:
-                final[axis] = Shard(dim) if isinstance(placement, Shard) else placement
+                final_placements[axis] = Shard(dim) if isinstance(placement, Shard) else placement
                 # Example: 4 rows on each of 2 ranks are 8 rows.
                 shape[dim] *= self.mesh.size(axis)
             elif sharded_dims.count(dim) == 1:
@@ -144,7 +144,9 @@ class ActivationAxes:
                 shape[dim] = sum(sizes) * getattr(placement, "split_factor", 1)
             else:
                 raise _several_uneven_axes(dim)
-        spec = Spec(self.mesh, final, shape, global_stride(local, shape), dtype=local.dtype)
+        spec = Spec(
+            self.mesh, final_placements, shape, global_stride(local, shape), dtype=local.dtype
+        )
         if spec.local_shape != local.shape:
             raise UnknownLayoutError(f"a shard of shape {tuple(local.shape)} is none of {spec}")
         return spec

@@ -61,21 +61,21 @@ def assert_layout(
 def _asserted_layout(tensor: Tensor, mesh: DeviceMesh, asserted_type: TensorType) -> LocalLayout:
     """Return the layout of a plain tensor with an asserted type, or the layout that is known."""
     axes = axes_of(mesh)
-    known = known_layout(tensor)
-    if known.spec is not None:
-        _check_agreement(known.spec, asserted_type, axes)
-        return known
-    missing = [axis for axis in axes if axis.size() > 1 and axis not in asserted_type.by_axis]
-    has_some_axes = 0 < len(missing) < len(axes)
-    if known.unknown_reason and has_some_axes:
+    present_layout = known_layout(tensor)
+    if present_layout.spec is not None:
+        _check_agreement(present_layout.spec, asserted_type, axes)
+        return present_layout
+    missing_axes = [axis for axis in axes if axis.size() > 1 and axis not in asserted_type.by_axis]
+    has_some_axes = 0 < len(missing_axes) < len(axes)
+    if present_layout.unknown_reason and has_some_axes:
         raise SpmdTypeError(
             f"{user_line()}: assert_type: the layout of the tensor is unknown over "
             f"{describe_axes(axes)}, but the asserted type {asserted_type!r} leaves out "
-            f"{describe_axes(missing)}. Assert the types over all of these axes at once"
+            f"{describe_axes(missing_axes)}. Assert the types over all of these axes at once"
         )
     # No function has shown that the other axes do not shard the tensor.
-    if missing and (known.unknown_reason or known is UNSEEN):
-        return known
+    if missing_axes and (present_layout.unknown_reason or present_layout is UNSEEN):
+        return present_layout
     return _layout_of_type(asserted_type, axes, mesh, tensor)
 
 
@@ -87,16 +87,16 @@ def _check_agreement(spec: Spec, asserted_type: TensorType, axes: Sequence[MeshA
             continue
         placement = sized_placement(spec, index)
         if placement is None:
-            known: AnyAxisType = R
+            known_type: AnyAxisType = R
             # I and R differ in their gradients only.
             agrees = axis_type in (R, I)
         else:
-            known = Shard(placement.dim)
+            known_type = Shard(placement.dim)
             # S(i) is more specific than V.
-            agrees = axis_type in (known, V)
+            agrees = axis_type in (known_type, V)
         if not agrees:
             raise SpmdTypeError(
-                f"{user_line()}: assert_type: the tensor is {known} over {axis!r}, but "
+                f"{user_line()}: assert_type: the tensor is {known_type} over {axis!r}, but "
                 f"{axis_type} is asserted"
             )
 

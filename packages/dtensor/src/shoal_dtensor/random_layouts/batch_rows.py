@@ -37,12 +37,12 @@ def note_batch_rows(axes: ActivationAxes, tensors: Sequence[Tensor], batch: Devi
     counts_by_rank = _gather_counts(counts, batch)
     # for each tensor, its number of rows on each rank
     counts_by_tensor = [list(column) for column in zip(*counts_by_rank, strict=True)]
-    first = next(index for index, count in enumerate(counts) if count != _NO_ROWS)
-    sizes = counts_by_tensor[first]
-    even = len({*sizes}) == 1
-    shard = Shard(0, sizes=None if even else sizes)
+    first_index = next(index for index, count in enumerate(counts) if count != _NO_ROWS)
+    sizes = counts_by_tensor[first_index]
+    is_even = len({*sizes}) == 1
+    shard = Shard(0, sizes=None if is_even else sizes)
     batch_axes = [mesh for mesh in axes.index if {*mesh.axis_names} <= {*batch.axis_names}]
-    is_unknown = not even and any(mesh.size() != batch.size() for mesh in batch_axes)
+    is_unknown = not is_even and any(mesh.size() != batch.size() for mesh in batch_axes)
     for tensor, rows_on_ranks in zip(tensors, counts_by_tensor, strict=True):
         if rows_on_ranks != sizes:
             continue

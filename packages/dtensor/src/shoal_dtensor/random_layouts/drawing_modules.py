@@ -143,20 +143,20 @@ def _functions_may_draw(functions: Iterable[FunctionType], children: frozenset[s
         children: names of child modules, which are not names of draws.
     """
     # A global name is looked up in the module that defines the code.
-    waiting = [(function.__code__, function.__globals__) for function in functions]
-    visited = set[CodeType]()
-    while waiting:
-        code, scope = waiting.pop()
-        if code in visited:
+    pending_code = [(function.__code__, function.__globals__) for function in functions]
+    visited_code = set[CodeType]()
+    while pending_code:
+        code, scope = pending_code.pop()
+        if code in visited_code:
             continue
-        visited.add(code)
+        visited_code.add(code)
         if _code_may_draw(code, children):
             return True
         # Functions that the code defines, such as lambdas, are constants of it.
-        inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-        waiting += [(definition, scope) for definition in inner]
-        called = _functions_in(_globals_of_code(code, scope))
-        waiting += [(function.__code__, function.__globals__) for function in called]
+        inner_code = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        pending_code += [(definition, scope) for definition in inner_code]
+        called_functions = _functions_in(_globals_of_code(code, scope))
+        pending_code += [(function.__code__, function.__globals__) for function in called_functions]
     return False
 
 

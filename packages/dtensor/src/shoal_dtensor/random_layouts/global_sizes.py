@@ -52,8 +52,8 @@ def expand_call(call: SpecCall, out: Tensor) -> SpecCall:
     # New dims go in front: (4,) expanded to (3, 4) has 1 new dim.
     first_kept = out.ndim - spec.ndim
     sizes = [*out.shape[:first_kept]]
-    for size, expanded in zip(spec.shape, out.shape[first_kept:], strict=True):
-        sizes.append(expanded if size == 1 else size)
+    for size, expanded_size in zip(spec.shape, out.shape[first_kept:], strict=True):
+        sizes.append(expanded_size if size == 1 else size)
     return call._replace(args=(spec, *sizes), kwargs={})
 
 
@@ -102,10 +102,10 @@ def reshape_call(call: SpecCall, out: Tensor) -> SpecCall:
     # `view` with a dtype changes the number of elements.
     if not isinstance(spec, Spec) or spec.is_strided or isinstance(arguments[0], torch.dtype):
         raise UnknownLayoutError("it reinterprets memory")
-    inferred = _inferred_dim(call.name, spec.ndim, arguments)
+    inferred_dim = _inferred_dim(call.name, spec.ndim, arguments)
     sizes = list(out.shape)
     for dim in {placement.dim for placement in spec.placements if isinstance(placement, AnyShard)}:
-        target, size = _dim_after_reshape(spec, dim, tuple(out.shape), inferred)
+        target, size = _dim_after_reshape(spec, dim, tuple(out.shape), inferred_dim)
         is_free = sizes[target] == out.shape[target]
         # -1 refuses two sharded dims that go to one dim.
         sizes[target] = size if is_free else -1
@@ -137,7 +137,7 @@ def _inferred_dim(name: str, ndim: int, arguments: Sequence[Any]) -> int | None:
 
 
 def _dim_after_reshape(
-    spec: Spec, dim: int, out: tuple[int, ...], inferred: int | None
+    spec: Spec, dim: int, out: tuple[int, ...], inferred_dim: int | None
 ) -> tuple[int, int]:
     """Return the dim of a reshaped tensor that a sharded dim went to, and its global size.
 
@@ -149,15 +149,15 @@ def _dim_after_reshape(
         spec: the layout of the tensor that is reshaped.
         dim: the sharded dim.
         out: the shape of the reshaped shard.
-        inferred: the dim of the result whose size was given as -1, or None.
+        inferred_dim: the dim of the result whose size was given as -1, or None.
     """
     candidates = _find_candidates(spec.local_shape, dim, out)
-    target = inferred if inferred in candidates.dims else candidates.dims[0]
+    target = inferred_dim if inferred_dim in candidates.dims else candidates.dims[0]
     total = spec.shape[dim]
     size, rest = _global_size(spec, dim, out, target)
     if rest:
         raise UnknownLayoutError("the sizes of shards are not multiples of it")
-    is_certain = target == inferred or not candidates.are_exact
+    is_certain = target == inferred_dim or not candidates.are_exact
     for rows in set(spec.sizes(dim)):
         # Example: a rank with 3 of 8 elements would have 3 * 4 / 8 of a dim of 4.
         if total and rows * size % total:
@@ -195,21 +195,21 @@ def _find_candidates(local: Sequence[int], dim: int, out: tuple[int, ...]) -> _C
     (8, 6), dim 0 has 48 elements and dim 1 has 6, so the sharded dim was folded into dim 0.
     """
     if not local[dim]:
-        empty = [j for j, size in enumerate(out) if size == 0]
-        if len(empty) != 1:
+        empty_dims = [j for j, size in enumerate(out) if size == 0]
+        if len(empty_dims) != 1:
             raise UnknownLayoutError("a sharded dim does not go to one dim of the result")
-        return _Candidates(empty, are_exact=True)
-    inner = prod(local[dim:])
+        return _Candidates(empty_dims, are_exact=True)
+    elements = prod(local[dim:])
     # the elements of each dim and the dims after it: (8, 6) -> [48, 6, 1]
-    from_dim = [prod(out[j:]) for j in range(len(out) + 1)]
+    elements_from = [prod(out[j:]) for j in range(len(out) + 1)]
     dims = range(len(out))
-    exact = [j for j in dims if from_dim[j] == inner]
-    if exact:
-        return _Candidates(exact, are_exact=True)
-    folded = [j for j in dims if from_dim[j + 1] < inner < from_dim[j]]
-    if not folded:
+    exact_dims = [j for j in dims if elements_from[j] == elements]
+    if exact_dims:
+        return _Candidates(exact_dims, are_exact=True)
+    folded_dims = [j for j in dims if elements_from[j + 1] < elements < elements_from[j]]
+    if not folded_dims:
         raise UnknownLayoutError("a sharded dim does not go to one dim of the result")
-    return _Candidates(folded, are_exact=False)
+    return _Candidates(folded_dims, are_exact=False)
 
 
 def _global_size(spec: Spec, dim: int, out: tuple[int, ...], target: int) -> tuple[int, int]:

@@ -207,15 +207,15 @@ def _layouts_from_unknown(
     Views of a fused output that are its blocks have a layout. Other results do not.
     """
     if layout.block_specs:
-        fused = next(flatten(args))
-        layouts_of_blocks = _layouts_of_blocks(fused, layout.block_specs, outs)
+        fused_output = next(flatten(args))
+        layouts_of_blocks = _layouts_of_blocks(fused_output, layout.block_specs, outs)
         if layouts_of_blocks:
             return layouts_of_blocks
     return [LocalLayout(unknown_reason=layout.unknown_reason)] * len(outs)
 
 
 def _layouts_of_blocks(
-    fused: Tensor, block_specs: Sequence[Spec], outs: Sequence[Tensor]
+    fused_output: Tensor, block_specs: Sequence[Spec], outs: Sequence[Tensor]
 ) -> list[LocalLayout]:
     """Return for each view of a fused output the layout of the block that it is.
 
@@ -227,13 +227,13 @@ def _layouts_of_blocks(
     layouts: list[LocalLayout] = []
     start = 0
     for out in outs:
-        has_same_strides = out.stride() == fused.stride()
-        if not has_same_strides or out.shape[:-1] != fused.shape[:-1]:
+        has_same_strides = out.stride() == fused_output.stride()
+        if not has_same_strides or out.shape[:-1] != fused_output.shape[:-1]:
             return []
         # Several views follow each other; a single view may be anywhere.
         if len(outs) == 1:
-            distance = out.storage_offset() - fused.storage_offset()
-            start = distance // fused.stride(-1)
+            distance = out.storage_offset() - fused_output.storage_offset()
+            start = distance // fused_output.stride(-1)
         stop = start + out.shape[-1]
         if (start, stop) not in block_at:
             return []

@@ -144,12 +144,12 @@ def global_stride(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     return dense_stride(shape, _memory_order(local))
 
 
-def with_memory_order_of(like: Tensor, tensor: Tensor) -> Tensor:
-    """Return a tensor with the memory order of dims of `like`.
+def with_memory_order_of(reference: Tensor, tensor: Tensor) -> Tensor:
+    """Return a tensor with the memory order of dims of `reference`.
 
     Random functions fill a tensor in the order of memory, so both tensors are filled alike.
     """
-    order = _memory_order(like)
+    order = _memory_order(reference)
     if order == _memory_order(tensor):
         return tensor
     memory = tensor.new_empty([tensor.shape[dim] for dim in order])

@@ -66,15 +66,19 @@ def join_axes(
         batch: the axes of the batch; None without data parallelism.
         forwards: the forwards of the modules with a style.
     """
-    independent = [mesh for mesh in axes if not _divides(mesh, batch)]
-    joint = independent[0] if len(independent) == 1 else DeviceMesh.concatenate(independent)
-    index = {mesh: position for position, mesh in enumerate(independent)}
+    independent_axes = [mesh for mesh in axes if not _divides(mesh, batch)]
+    joint_mesh = (
+        independent_axes[0]
+        if len(independent_axes) == 1
+        else DeviceMesh.concatenate(independent_axes)
+    )
+    index = {mesh: position for position, mesh in enumerate(independent_axes)}
     # A style on several axes shards its inputs along the first axis.
     for forward in forwards:
         first = _single_axes(forward.mesh)[0]
         if first in index:
             index.setdefault(forward.mesh, index[first])
-    return ActivationAxes(joint, index)
+    return ActivationAxes(joint_mesh, index)
 
 
 @lru_cache(maxsize=256)

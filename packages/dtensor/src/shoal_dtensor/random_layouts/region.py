@@ -197,14 +197,14 @@ class DrawRegion(ModuleForward):
 
     def run_in_watch(self, watch: Watch, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the module's forward under a watch that is active."""
-        before = watch.saving_state
+        outer_saving_state = watch.saving_state
         watch.saving_state = saving_state()
         try:
             if self.inner is None:
                 return self.run_replaced_forward(*args, **kwargs)
             return watch.call(self.inner, *args, **kwargs)
         finally:
-            watch.saving_state = before
+            watch.saving_state = outer_saving_state
 
     def remember_layouts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Keep the layouts of inputs for a recomputation, whose inputs are other tensors."""

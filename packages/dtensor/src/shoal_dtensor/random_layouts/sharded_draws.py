@@ -110,9 +110,9 @@ def _draw_sharded(call: RandomCall, mesh: DeviceMesh) -> Any:
     layout = known_layout(target)
     # If autograd records the target, the draw writes to a copy, which is copied to the target
     # below. Otherwise it writes to the memory of the target.
-    written = target.clone() if target.requires_grad else target.detach()
-    note_layout(written, layout)
-    out = _draw_on_dtensors(call._replace(args=(written, *call.args[1:])), mesh, spec)
+    destination = target.clone() if target.requires_grad else target.detach()
+    note_layout(destination, layout)
+    out = _draw_on_dtensors(call._replace(args=(destination, *call.args[1:])), mesh, spec)
     if target.requires_grad:
         target.copy_(out)
     note_layout(target, layout)
@@ -125,10 +125,10 @@ def _draw_on_dtensors(call: RandomCall, mesh: DeviceMesh, spec: Spec) -> Any:
         args, kwargs = map_instances(
             (tuple(call.args), dict(call.kwargs)), Tensor, partial(_as_dtensor, mesh=mesh)
         )
-        drawn = call.function(*args, **kwargs)
-    if type(drawn) is tuple:
-        return tuple(_take_shard(result, spec, call.name) for result in drawn)
-    out = _take_shard(drawn, spec, call.name)
+        result = call.function(*args, **kwargs)
+    if type(result) is tuple:
+        return tuple(_take_shard(item, spec, call.name) for item in result)
+    out = _take_shard(result, spec, call.name)
     source = call.args[0]
     # Shards of different sizes have no type of their own, but the argument has one.
     if out.shape == source.shape:
@@ -154,29 +154,29 @@ def _as_dtensor(value: Tensor, mesh: DeviceMesh) -> Tensor:
     return value
 
 
-def _take_shard(drawn: Any, spec: Spec, name: str) -> Any:
+def _take_shard(result: Any, spec: Spec, name: str) -> Any:
     """Return this rank's shard of a result, placed like the function's first argument.
 
     Args:
-        drawn: the result. Values that are not DTensors are returned as they are.
+        result: the result. Values that are not DTensors are returned as they are.
         spec: the layout of the first argument.
         name: the name of the function.
     """
-    if not isinstance(drawn, DTensor):
-        return drawn
+    if not isinstance(result, DTensor):
+        return result
     placements = spec.placements
     for placement in placements:
         dim = getattr(placement, "dim", None)
         if dim is None:
             continue
-        has_dim = dim < drawn.ndim and drawn.shape[dim] == spec.shape[dim]
+        has_dim = dim < result.ndim and result.shape[dim] == spec.shape[dim]
         if not has_dim:
             raise LayoutError(
                 f"{name}: the sharded dim {dim} of its argument is not a dim of its result. "
                 f"{WAY_OUT}"
             )
-    placed = drawn.redistribute(placements=placements)
-    local: Tensor = placed.to_local(grad_placements=placements)
+    placed_result = result.redistribute(placements=placements)
+    local: Tensor = placed_result.to_local(grad_placements=placements)
     is_sharded_on_all = all(placement.is_shard() for placement in placements)
-    note_layout(local, LocalLayout(placed.spec, has_equal_draws=not is_sharded_on_all))
+    note_layout(local, LocalLayout(placed_result.spec, has_equal_draws=not is_sharded_on_all))
     return local

@@ -66,17 +66,17 @@ class StyledCall(NamedTuple):
         axis = self.axes.index.get(self.forward.mesh)
         if axis is None:
             return
-        for value, declared in declared_inputs:
-            if type(value) is not Tensor or not isinstance(declared, Shard):
+        for value, declared_placement in declared_inputs:
+            if type(value) is not Tensor or not isinstance(declared_placement, Shard):
                 continue
             layout = known_layout(value)
             if not layout.has_equal_draws or layout.spec is None:
                 continue
             if not layout.spec.placements[axis].is_shard():
                 raise LayoutError(
-                    f"{self.forward.title}: an input that is {declared} on every rank holds random "
-                    "numbers that were drawn as if it were replicated, because its sharding was "
-                    f"unknown at that point. {WAY_OUT}"
+                    f"{self.forward.title}: an input that is {declared_placement} on every rank "
+                    "holds random numbers that were drawn as if it were replicated, because its "
+                    f"sharding was unknown at that point. {WAY_OUT}"
                 )
 
     def _check_other_axes(self) -> None:
@@ -104,21 +104,23 @@ class StyledCall(NamedTuple):
         """Attach layouts to the module's outputs."""
         results = out if isinstance(out, tuple | list) else (out,)
         with_placements = zip(results, self.forward.output_layouts(), strict=False)
-        for index, (result, declared) in enumerate(with_placements):
-            if declared is None or result is self.source:
+        for index, (result, declared_placement) in enumerate(with_placements):
+            if declared_placement is None or result is self.source:
                 continue
             if isinstance(result, DTensor):
                 self.axes.note_spec(result, result.spec, self.source)
             elif isinstance(result, Tensor):
-                note_layout(result, self._output_layout(result, index, declared))
+                note_layout(result, self._output_layout(result, index, declared_placement))
 
-    def _output_layout(self, result: Tensor, index: int, declared: Placement) -> LocalLayout:
+    def _output_layout(
+        self, result: Tensor, index: int, declared_placement: Placement
+    ) -> LocalLayout:
         """Return the layout of a plain output.
 
         Args:
             result: the output.
             index: its index among the outputs.
-            declared: the placement that the style declares for it.
+            declared_placement: the placement that the style declares for it.
         """
         axis = self.axes.index.get(self.forward.mesh)
         if axis is None:
@@ -127,25 +129,25 @@ class StyledCall(NamedTuple):
         blocks = self.forward.output_blocks()
         if blocks is not None:
             return self._fused_layout(result, axis, blocks)
-        noted = known_spec(result)
-        if noted is not None:
+        noted_spec = known_spec(result)
+        if noted_spec is not None:
             # The module has noted a layout with the sizes of all shards.
-            shard = sized_placement(noted, axis)
+            shard = sized_placement(noted_spec, axis)
         else:
-            shard = self._output_shard(result, index, declared, axis=axis)
+            shard = self._output_shard(result, index, declared_placement, axis=axis)
         return self.axes.layout_with_shard(result, axis, shard, self.source)
 
     def _output_shard(
-        self, result: Tensor, index: int, declared: Placement, *, axis: int
+        self, result: Tensor, index: int, declared_placement: Placement, *, axis: int
     ) -> AnyShard | None:
         """Return the placement of an output along the style's axis; None if it is not a shard."""
         source_spec = known_spec(self.source)
         if source_spec is not None and self.forward.keeps_shard(source_spec, axis, result):
             return sized_placement(source_spec, axis)
-        if not isinstance(declared, Shard):
+        if not isinstance(declared_placement, Shard):
             return None
-        dim = declared.dim % result.ndim
-        sizes = declared.sizes or self.forward.output_sizes(index, result.shape[dim])
+        dim = declared_placement.dim % result.ndim
+        sizes = declared_placement.sizes or self.forward.output_sizes(index, result.shape[dim])
         if not sizes and source_spec is not None:
             sizes = self._sizes_of_source(source_spec, result, dim, axis)
         return Shard(dim, sizes=sizes)
