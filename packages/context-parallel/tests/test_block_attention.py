@@ -10,9 +10,14 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from shoal_context_parallel import _torch, attention_kernels
-from shoal_context_parallel.attention_kernels import BlockKernel, kernel_of, plain_attention
-from shoal_context_parallel.block_attention import merge
+from shoal_context_parallel import _torch
+from shoal_context_parallel.attention import attention_kernels
+from shoal_context_parallel.attention.attention_kernels import (
+    BlockKernel,
+    kernel_of,
+    plain_attention,
+)
+from shoal_context_parallel.attention.block_attention import merge
 from shoal_context_parallel.sequence_layout import Tile, TileKind
 
 KINDS = pytest.mark.parametrize("kind", list(TileKind))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal_context_parallel.head_shares import HeadShares
+from shoal_context_parallel.attention.head_shares import HeadShares
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])

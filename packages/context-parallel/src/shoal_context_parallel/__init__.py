@@ -5,6 +5,7 @@ from shoal_dtensor.internal import on_first_check
 from shoal_mesh.internal import facade
 
 from .__about__ import __version__
+from .attention.parallel_attention import context_parallel_attention
 from .buffers import context_parallel, context_parallel_unshard, set_rotate_method
 from .dispatcher import (
     context_parallel_shard,
@@ -13,7 +14,6 @@ from .dispatcher import (
     head_tail_layout,
 )
 from .errors import UnsupportedAttentionError
-from .parallel_attention import context_parallel_attention
 from .sequence_layout import Documents, SequenceLayout
 
 __all__ = [

@@ -4,8 +4,7 @@ Inside the block a buffer has this rank's positions of the sequence, and `Routed
 attention: queries at these positions see the keys of all ranks. When the block ends, the buffers
 get their old contents.
 
-May import: errors, interceptions, parallel_attention, position_mask, positions,
-sequence_layout.
+May import: attention, errors, interceptions, position_mask, positions, sequence_layout.
 """
 
 from __future__ import annotations
@@ -37,9 +36,7 @@ from shoal_dtensor.internal import (
 from shoal_mesh import DeviceMesh, all_gather, all_gather_v
 from shoal_mesh.internal import require_each
 
-from .errors import UnsupportedAttentionError
-from .interceptions import Interceptions
-from .parallel_attention import (
+from .attention.parallel_attention import (
     QKV,
     ContextOptions,
     Method,
@@ -47,6 +44,8 @@ from .parallel_attention import (
     check_attention,
     sharded_attention,
 )
+from .errors import UnsupportedAttentionError
+from .interceptions import Interceptions
 from .position_mask import PositionMask
 from .positions.followed_positions import UNFOLLOWED_RESULTS, FollowedPositions, followed_positions
 from .sequence_layout import AttentionMask, Documents, SequenceLayout

@@ -1,6 +1,6 @@
 """Types of the autograd functions of attention on a sharded sequence.
 
-May import: block_attention, parallel_attention.
+May import: attention.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor
 from shoal_dtensor.errors import SpmdTypeError
 from shoal_dtensor.internal import ShardType as Shard, V, spmd
 
-from .block_attention import RotatedAttention
-from .parallel_attention import HeadExchange
+from .attention.block_attention import RotatedAttention
+from .attention.parallel_attention import HeadExchange
 
 
 def _check_own_rows(tensor: Tensor, axis: spmd.MeshAxis) -> None:

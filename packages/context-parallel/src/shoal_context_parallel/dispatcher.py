@@ -9,7 +9,7 @@ The queries, keys and values of the last line are DTensors that are sharded alon
 Their shards have the positions of the layout with which `context_parallel_shard` has sharded the
 inputs.
 
-May import: buffers, errors, parallel_attention, sequence_layout.
+May import: attention, buffers, errors, sequence_layout.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from shoal_dtensor.internal import (
 )
 from shoal_mesh import DeviceMesh
 
+from .attention.parallel_attention import ContextOptions, axis_of
 from .buffers import (
     RoutedAttention,
     are_alike,
@@ -41,7 +42,6 @@ from .buffers import (
     wrap_like,
 )
 from .errors import UnsupportedAttentionError
-from .parallel_attention import ContextOptions, axis_of
 from .sequence_layout import SequenceLayout
 
 # The attention of each axis along which inputs were sharded, with the latest layout of its inputs.

@@ -3,7 +3,7 @@
 The keys and values of all ranks are gathered in the order of their positions. The user's functions
 get global positions, so they are the same as without sharding.
 
-May import: errors, parallel_attention, sequence_layout.
+May import: attention, errors, sequence_layout.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from shoal_dtensor import DTensor
 from shoal_dtensor.internal import unwatched
 from shoal_mesh import Comm, differentiable
 
+from .attention.parallel_attention import ContextOptions
 from .errors import UnsupportedAttentionError
-from .parallel_attention import ContextOptions
 from .sequence_layout import AttentionMask, SequenceLayout
 
 MaskFunction = Callable[..., Any]

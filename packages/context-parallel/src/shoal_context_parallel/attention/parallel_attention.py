@@ -7,7 +7,7 @@ heads of keys and 4 ranks, rank 1 gets the query heads 2 and 3, and head 0 of th
 gets too. If the number of ranks does not divide the number of heads, heads are distributed as by
 `torch.chunk`, and some ranks may have none.
 
-May import: attention_kernels, block_attention, errors, head_shares, sequence_layout.
+May import: attention_kernels, block_attention, head_shares.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from shoal_dtensor.internal import (
 )
 from shoal_mesh import Comm, DeviceMesh, purpose
 
+from ..errors import UnsupportedAttentionError
+from ..sequence_layout import AttentionMask, Documents, Range, SequenceLayout
 from .attention_kernels import BlockKernel, kernel_of
 from .block_attention import Task, rotated_attention
-from .errors import UnsupportedAttentionError
 from .head_shares import HeadShares
-from .sequence_layout import AttentionMask, Documents, Range, SequenceLayout
 
 Method = Literal["allgather", "ring", "ulysses"]
 # Source and target of each tensor of an exchange.

@@ -1,7 +1,4 @@
-"""`HeadShares`: the heads of queries and of keys that each rank attends with (Ulysses).
-
-May import: sequence_layout.
-"""
+"""`HeadShares`: the heads of queries and of keys that each rank attends with (Ulysses)."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from dataclasses import dataclass
 from shoal_dtensor import Shard
 from shoal_dtensor.internal import shard_sizes, spans
 
-from .sequence_layout import Range
+from ..sequence_layout import Range
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,4 @@
+"""Attention of this rank's queries to the keys of all ranks: methods, blocks of keys, kernels.
+
+May import: _torch, errors, sequence_layout.
+"""
