@@ -1,4 +1,4 @@
-"""Covers: sequence_layout.py: the tiles that a mask leaves to compute."""
+"""Covers: tiles.py: the tiles that a mask leaves to compute."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from dense_attention import Window, dense_mask
 from shoal_context_parallel import Documents, LayoutError, SequenceLayout
-from shoal_context_parallel.sequence_layout import AttentionMask, TileKind, tiles
+from shoal_context_parallel.attention.tiles import TileKind, tiles
+from shoal_context_parallel.sequence_layout import AttentionMask
 
 WINDOWS: list[Window] = [(None, None), (3, None), (0, 0), (2, 1), (None, 4)]
 

@@ -18,7 +18,7 @@ from shoal_context_parallel.attention.attention_kernels import (
     plain_attention,
 )
 from shoal_context_parallel.attention.block_attention import merge
-from shoal_context_parallel.sequence_layout import Tile, TileKind
+from shoal_context_parallel.attention.tiles import Tile, TileKind
 
 KINDS = pytest.mark.parametrize("kind", list(TileKind))
 MASKED = pytest.mark.parametrize("masked", [False, True])

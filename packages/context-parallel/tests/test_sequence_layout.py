@@ -1,4 +1,4 @@
-"""Covers: sequence_layout.py."""
+"""Covers: sequence_layout.py, tiles.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from shoal_context_parallel import LayoutError, SequenceLayout
-from shoal_context_parallel.sequence_layout import AttentionMask, tiles
+from shoal_context_parallel.attention.tiles import tiles
+from shoal_context_parallel.sequence_layout import AttentionMask
 from shoal_dtensor import Shard
 from shoal_dtensor.layout.dim_sharding import shard_sizes
 

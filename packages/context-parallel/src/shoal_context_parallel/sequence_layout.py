@@ -1,16 +1,9 @@
-"""`SequenceLayout`: the positions of each rank; `AttentionMask`: the keys that queries read.
-
-`tiles` returns the blocks of queries and keys that have to be computed for a layout and a mask. A
-mask is not a tensor of queries times keys: it splits ranges of positions into tiles, and in most
-tiles every query reads every key.
-"""
+"""`SequenceLayout`: the positions of each rank; `AttentionMask`: the keys that queries read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
-from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -25,9 +18,6 @@ from shoal_dtensor.internal import shard_sizes, spans
 Range = tuple[int, int]
 # The reach of a query that reads keys at any distance; larger than every length.
 UNBOUNDED = 1 << 62
-# The queries of one tile (`Tile`) where the keys are limited by a window. Such a tile needs a mask
-# of queries x keys, which has at most 512 x (512 + the keys of the window) elements.
-_BAND_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,40 +179,7 @@ def _size(positions: Range) -> int:
     return stop - start
 
 
-class TileKind(Enum):
-    """The keys that a query of a tile reads.
-
-    These are all keys, keys up to the query's own index, or keys in a band around it.
-    """
-
-    FULL = 0
-    CAUSAL = 1
-    BAND = 2
-
-
-class Tile(NamedTuple):
-    """Some queries of a rank, and some keys of one block, between which attention is computed.
-
-    Each of the queries reads at least one of the keys, and each key is read by at least one query.
-
-    Attributes:
-        row: batch row; None for all.
-        queries: slice of the rank's queries.
-        keys: slice of the block's keys.
-        kind: the keys that each query reads.
-        offset: position of the first query minus the position of the first key.
-        first_key: global position of the first key.
-    """
-
-    row: int | None
-    queries: slice
-    keys: slice
-    kind: TileKind
-    offset: int
-    first_key: int
-
-
-class _Segment(NamedTuple):
+class Segment(NamedTuple):
     """A run of positions of one document."""
 
     start: int
@@ -245,7 +202,7 @@ class Documents:
         True
     """
 
-    rows: tuple[tuple[_Segment, ...], ...]
+    rows: tuple[tuple[Segment, ...], ...]
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Sequence[int] | Tensor) -> Documents:
@@ -264,7 +221,7 @@ class Documents:
                 f"{bounds}"
             )
         filled = [span for span in pairwise(bounds) if span[0] < span[1]]
-        segments = tuple(_Segment(*span, number) for number, span in enumerate(filled))
+        segments = tuple(Segment(*span, number) for number, span in enumerate(filled))
         return cls((segments,))
 
     @classmethod
@@ -292,7 +249,7 @@ class Documents:
             segments = []
             # Example: ids 7 7 9 -> 0:2 is document 0, and 2:3 is document 1.
             for (start, stop), document in zip(spans(lengths.tolist()), runs, strict=True):
-                segments.append(_Segment(start, stop, numbers[document]))
+                segments.append(Segment(start, stop, numbers[document]))
             rows.append(tuple(segments))
         return cls(tuple(rows))
 
@@ -344,113 +301,3 @@ class AttentionMask:
         if self.causal:
             right = 0
         return left, right
-
-
-@lru_cache(maxsize=1024)
-def tiles(layout: SequenceLayout, rank: int, owner: int, mask: AttentionMask) -> tuple[Tile, ...]:
-    """Return the tiles of attention from the queries of `rank` to the keys of `owner`.
-
-    Example:
-        >>> layout = SequenceLayout.head_tail(8, ranks=2)
-        >>> [(t.queries, t.keys, t.kind.name) for t in tiles(layout, 0, 1, AttentionMask(causal=True))]
-        [(slice(2, 4, None), slice(0, 2, None), 'FULL'), (slice(2, 4, None), slice(2, 4, None), 'FULL')]
-    """
-    rows: tuple[tuple[_Segment, ...], ...] = ((_Segment(0, layout.length, 0),),)
-    if mask.documents is not None:
-        rows = mask.documents.rows
-    found: list[Tile] = []
-    for number, segments in enumerate(rows):
-        row = number if len(rows) > 1 else None
-        keys = [*_held_segments(layout.ranges[owner], segments)]
-        for queries in _held_segments(layout.ranges[rank], segments):
-            for held_keys in keys:
-                if queries.document == held_keys.document:
-                    found += _tiles_of(row, queries, held_keys, mask)
-    return tuple(found)
-
-
-class _HeldSegment(NamedTuple):
-    """A run of positions of one document that a rank holds.
-
-    Attributes:
-        positions: global positions.
-        first_index: index of the first position among the rank's positions.
-        document: the document.
-    """
-
-    positions: Range
-    first_index: int
-    document: int
-
-    def local(self, positions: Range) -> slice:
-        """Return the indices on the rank of some of the positions."""
-        shift = self.first_index - self.positions[0]
-        start, stop = positions
-        return slice(start + shift, stop + shift)
-
-
-def _held_segments(ranges: Sequence[Range], segments: Sequence[_Segment]) -> Iterator[_HeldSegment]:
-    """Yield the runs of positions of one document in a rank's ranges."""
-    index = 0
-    for start, stop in ranges:
-        for segment in segments:
-            low = max(start, segment.start)
-            high = min(stop, segment.stop)
-            if low < high:
-                yield _HeldSegment((low, high), index + low - start, segment.document)
-        index += stop - start
-
-
-def _tiles_of(
-    row: int | None, queries: _HeldSegment, keys: _HeldSegment, mask: AttentionMask
-) -> Iterator[Tile]:
-    """Yield the tiles of queries and keys of one document."""
-    for pair in _pairs(queries.positions, keys.positions, *mask.reach):
-        first_query = pair.queries[0]
-        first_key = pair.keys[0]
-        yield Tile(
-            row,
-            queries.local(pair.queries),
-            keys.local(pair.keys),
-            pair.kind,
-            offset=first_query - first_key,
-            first_key=first_key,
-        )
-
-
-class _Pair(NamedTuple):
-    """Ranges of queries and keys of one tile, and its kind."""
-
-    queries: Range
-    keys: Range
-    kind: TileKind
-
-
-def _pairs(queries: Range, keys: Range, left: int, right: int) -> Iterator[_Pair]:
-    """Yield the tiles of a range of queries and a range of keys; every query has a key to read."""
-    # Example: queries 4:8, keys 0:4, left 2, right 0 -> only the queries 4 and 5 have keys to read,
-    # the keys 2 and 3.
-    first_key, end_key = keys
-    first_query = max(queries[0], first_key - right)
-    end_query = min(queries[1], end_key + left)
-    if first_query >= end_query:
-        return
-    readers = (first_query, end_query)
-    if left == right == UNBOUNDED:
-        yield _Pair(readers, keys, TileKind.FULL)
-        return
-    if left == UNBOUNDED and right == 0:
-        # Runs of positions are equal or disjoint, so queries that do not begin with the first key
-        # follow all keys.
-        kind = TileKind.CAUSAL if first_query == first_key else TileKind.FULL
-        yield _Pair(readers, keys, kind)
-        return
-    for start in range(first_query, end_query, _BAND_ROWS):
-        stop = min(start + _BAND_ROWS, end_query)
-        low = max(first_key, start - left)
-        high = min(end_key, stop + right)
-        last_reads_low = stop - 1 - left <= low
-        first_reads_high = start + right >= high - 1
-        is_full = last_reads_low and first_reads_high
-        kind = TileKind.FULL if is_full else TileKind.BAND
-        yield _Pair((start, stop), (low, high), kind)

@@ -4,6 +4,8 @@ Queries are (n, group, length, width) and keys (n, 1, length, width): n counts b
 heads of keys, and `group` query heads share a head of keys. The kernel is one of torch's kernels
 that return log-sums, if the device has one for these tensors. Otherwise plain operators compute the
 same results, for some queries at a time.
+
+May import: tiles.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from torch import Tensor
 
 from .. import _torch
 from .._torch import Gradients, Mask, Outputs
-from ..sequence_layout import UNBOUNDED, Tile, TileKind
+from ..sequence_layout import UNBOUNDED
+from .tiles import Tile, TileKind
 
 # Most elements of the scores that plain operators compute at once. In float32 they are 16 MiB on a
 # CPU, and 128 MiB on other devices.

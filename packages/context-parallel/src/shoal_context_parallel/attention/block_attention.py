@@ -12,7 +12,7 @@ Each block contributes a part of the softmax, which `merge` adds to the result. 
 group, length, width) and keys (n, 1, length, width): n counts batch rows times heads of keys, and
 `group` query heads share a head of keys.
 
-May import: attention_kernels.
+May import: attention_kernels, tiles.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from shoal_dtensor.internal import apply, first_order_only, unwatched, unwatched
 from shoal_mesh import Comm, all_gather_v, all_to_all_v, purpose, reduce_scatter_v
 from shoal_mesh.internal import Pending
 
-from ..sequence_layout import AttentionMask, SequenceLayout, Tile, tiles
+from ..sequence_layout import AttentionMask, SequenceLayout
 from .attention_kernels import BlockKernel
+from .tiles import Tile, tiles
 
 
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
