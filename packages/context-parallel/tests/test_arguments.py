@@ -27,6 +27,9 @@ CALLS: Mapping[str, Callable[[Any, Any], object]] = {
     "context_parallel, dims": lambda mesh, x: entered(
         context_parallel(mesh, buffers=[torch.ones(4)], buffer_seq_dims=x)
     ),
+    "context_parallel, layout": lambda mesh, x: entered(
+        context_parallel(mesh, buffers=[torch.ones(4)], buffer_seq_dims=[0], layout=x)
+    ),
     "context_parallel_unshard": lambda mesh, x: context_parallel_unshard(mesh, x, [0]),
     "set_rotate_method": lambda mesh, x: set_rotate_method(x),
 }

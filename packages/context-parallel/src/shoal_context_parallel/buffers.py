@@ -48,7 +48,7 @@ from .errors import UnsupportedAttentionError
 from .interceptions import Interceptions
 from .position_mask import PositionMask
 from .positions.followed_positions import UNFOLLOWED_RESULTS, FollowedPositions, followed_positions
-from .sequence_layout import AttentionMask, Documents, SequenceLayout
+from .sequence_layout import AttentionMask, Documents, SequenceLayout, layout_named
 
 # Functions of torch that carry a state along a dim of their first argument.
 _RECURRENT = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
@@ -121,17 +121,19 @@ def context_parallel(  # noqa: PLR0913  # torch's arguments, and options of the 
     unrestored = no_restore_buffers or set()
     sequences = _sequences("context_parallel", buffers, buffer_seq_dims)
     _check(sequences, unrestored)
-    if sequences and isinstance(layout, str):
-        first, dim = sequences[0]
-        # The name of a layout is the name of the class method that makes it.
-        layout = getattr(SequenceLayout, layout)(first.shape[dim], comm.size)
     options = ContextOptions(method or _default_method[0], layout, window, documents)
-    known_layout = layout if isinstance(layout, SequenceLayout) else None
+    known_layout: SequenceLayout | None = None
+    if isinstance(layout, SequenceLayout):
+        known_layout = layout
+    elif sequences:
+        first, dim = sequences[0]
+        known_layout = layout_named(layout, first.shape[dim], comm.size)
+        options = replace(options, layout=known_layout)
     shards = []
-    if known_layout is not None:
-        for buffer, dim in sequences:
-            shard = known_layout.shard(buffer.detach(), dim, comm.rank)
-            shards.append((buffer, shard))
+    for buffer, dim in sequences:
+        assert known_layout is not None, "the first buffer determines the length of the sequence"
+        shard = known_layout.shard(buffer.detach(), dim, comm.rank)
+        shards.append((buffer, shard))
     block = RoutedAttention(mesh, options)
     with _swap_contents(shards, unrestored), block, block.following(sequences):
         yield known_layout
@@ -264,13 +266,8 @@ def context_parallel_unshard(
 def _layout_of_block(length: int, ranks: int) -> SequenceLayout:
     """Return the layout of the block around the call, or the default layout of such a block."""
     block = _active_block()
-    layout: SequenceLayout | str = "head_tail" if block is None else block.options.layout
-    if isinstance(layout, str):
-        layout = getattr(SequenceLayout, layout)(length, ranks)
-        assert isinstance(layout, SequenceLayout), (
-            "a layout's name is the name of the method that makes it"
-        )
-    return layout
+    layout = "head_tail" if block is None else block.options.layout
+    return layout_named(layout, length, ranks) if isinstance(layout, str) else layout
 
 
 def set_rotate_method(rotate_method: str) -> None:

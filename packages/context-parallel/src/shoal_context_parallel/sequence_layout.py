@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from shoal_dtensor.internal import shard_sizes, spans
 
 # The first position, and the position after the last one.
 Range = tuple[int, int]
+# Names of layouts that are computed from the length of the sequence.
+LayoutName = Literal["contiguous", "head_tail"]
 # The reach of a query that reads keys at any distance; larger than every length.
 UNBOUNDED = 1 << 62
 
@@ -171,6 +173,13 @@ class SequenceLayout:
         # sorted by first positions, because the ranges are disjoint
         blocks.sort(key=lambda item: item[0])
         return torch.cat([block for _, block in blocks], dim)
+
+
+def layout_named(name: LayoutName, length: int, ranks: int) -> SequenceLayout:
+    """Return the layout with a name, of so many positions on so many ranks."""
+    if name == "contiguous":
+        return SequenceLayout.contiguous(length, ranks)
+    return SequenceLayout.head_tail(length, ranks)
 
 
 def _size(positions: Range) -> int:

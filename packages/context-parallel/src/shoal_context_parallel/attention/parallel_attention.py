@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from shoal_dtensor import Shard, Spec
-from shoal_dtensor.errors import LayoutError
+from shoal_dtensor.errors import LayoutError, LayoutTypeError
 from shoal_dtensor.internal import (
     apply,
     check_device_mesh,
@@ -33,7 +33,14 @@ from shoal_dtensor.internal import (
 from shoal_mesh import Comm, DeviceMesh, purpose
 
 from ..errors import UnsupportedAttentionError
-from ..sequence_layout import AttentionMask, Documents, Range, SequenceLayout
+from ..sequence_layout import (
+    AttentionMask,
+    Documents,
+    LayoutName,
+    Range,
+    SequenceLayout,
+    layout_named,
+)
 from .attention_kernels import BlockKernel, kernel_of
 from .block_attention import Task, rotated_attention
 from .head_shares import HeadShares
@@ -56,7 +63,7 @@ class ContextOptions:
     """Options for attention of a sharded sequence, see `context_parallel_attention`."""
 
     method: Method = "allgather"
-    layout: SequenceLayout | Literal["contiguous", "head_tail"] = "contiguous"
+    layout: SequenceLayout | LayoutName = "contiguous"
     window: tuple[int | None, int | None] = (None, None)
     documents: Documents | None = None
 
@@ -66,10 +73,16 @@ class ContextOptions:
                 f"the method of context parallelism must be one of {', '.join(get_args(Method))}; "
                 f"got {self.method!r}"
             )
-        if isinstance(self.layout, str) and self.layout not in ("contiguous", "head_tail"):
+        if isinstance(self.layout, str) and self.layout not in get_args(LayoutName):
             raise LayoutError(
                 f"a layout's name must be 'contiguous' or 'head_tail', got {self.layout!r}"
             )
+        if not isinstance(self.layout, str | SequenceLayout):
+            raise LayoutTypeError(
+                "the layout of context parallelism must be a SequenceLayout, 'contiguous' or "
+                f"'head_tail'; got {type(self.layout).__name__}"
+            )
+        # The constructor raises LayoutError if the window is wrong.
         AttentionMask(window=self.window)
 
     def also(self, mask: AttentionMask) -> ContextOptions:
@@ -87,7 +100,7 @@ class ContextOptions:
         """Return the layout of a sequence from the number of positions that this rank holds."""
         layout = self.layout
         if isinstance(layout, str):
-            layout = getattr(SequenceLayout, layout)(local_length * comm.size, comm.size)
+            layout = layout_named(layout, local_length * comm.size, comm.size)
         axis = f"the {comm.size} ranks along {'x'.join(comm.axes)}"
         if layout.ranks != comm.size:
             raise LayoutError(
