@@ -48,7 +48,7 @@ from .errors import UnsupportedAttentionError
 from .interceptions import Interceptions
 from .position_mask import PositionMask
 from .positions.followed_positions import UNFOLLOWED_RESULTS, FollowedPositions, followed_positions
-from .sequence_layout import AttentionMask, Documents, SequenceLayout, layout_named
+from .sequence_layout import AttentionMask, Documents, SequenceLayout, layout_named, order_gathered
 
 # Functions of torch that carry a state along a dim of their first argument.
 _RECURRENT = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
@@ -258,8 +258,7 @@ def context_parallel_unshard(
     tensors = []
     for shard, dim in sequences:
         gathered = all_gather_v(shard.detach().contiguous(), comm, layout.sizes, dim)
-        shards = torch.split_with_sizes(gathered, list(layout.sizes), dim)
-        tensors.append(layout.in_order(shards, dim))
+        tensors.append(order_gathered(gathered, layout, dim))
     return tensors
 
 

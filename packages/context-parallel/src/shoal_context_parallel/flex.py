@@ -21,7 +21,7 @@ from shoal_mesh import Comm, differentiable
 
 from .attention.parallel_attention import ContextOptions
 from .errors import UnsupportedAttentionError
-from .sequence_layout import AttentionMask, SequenceLayout
+from .sequence_layout import AttentionMask, SequenceLayout, order_gathered
 
 MaskFunction = Callable[..., Any]
 
@@ -36,8 +36,7 @@ def gather_keys(
     both = torch.cat([key, value], -1).contiguous()
     with unwatched():
         gathered = differentiable.all_gather_v(both, comm, layout.sizes, both.ndim - 2)
-    shards = torch.split_with_sizes(gathered, list(layout.sizes), -2)
-    whole = layout.in_order(shards, -2)
+    whole = order_gathered(gathered, layout, -2)
     widths = [key.shape[-1], value.shape[-1]]
     keys, values = torch.split_with_sizes(whole, widths, -1)
     return keys, values

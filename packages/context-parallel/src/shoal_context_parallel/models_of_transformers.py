@@ -35,7 +35,7 @@ from .attention.parallel_attention import ContextOptions
 from .errors import UnsupportedAttentionError
 from .flex import function_of, gather_keys
 from .position_mask import PositionMask, chunks_as_documents
-from .sequence_layout import AttentionMask, Documents, SequenceLayout
+from .sequence_layout import AttentionMask, Documents, SequenceLayout, order_gathered
 
 # Names of classes of modules that carry a state from one position to the next.
 _MIXES = re.compile(
@@ -492,8 +492,7 @@ def _shift_labels(block: Block, labels: Tensor) -> Tensor:
     layout = block.options.layout_of(labels.shape[-1], block.comm)
     with unwatched_functions(), unwatched():
         gathered = all_gather_v(labels.contiguous(), block.comm, layout.sizes, labels.ndim - 1)
-    shards = torch.split_with_sizes(gathered, list(layout.sizes), -1)
-    whole = layout.in_order(shards, -1)
+    whole = order_gathered(gathered, layout, -1)
     # the last position has no next label: -100 is the index that losses ignore
     shifted = nn.functional.pad(whole[..., 1:], (0, 1), value=-100)
     return layout.shard(shifted, -1, block.comm.rank)

@@ -49,11 +49,11 @@ class SequenceLayout:
         for ranges in self.ranges:
             ordered += ranges
         ordered.sort()
-        is_empty = any(start >= stop for start, stop in ordered)
-        # A range begins where the one before it ends, the first range at 0.
+        has_empty_range = any(start >= stop for start, stop in ordered)
+        # Each range must begin where the range before it ends, and the first range at 0.
         neighbors = pairwise([(0, 0), *ordered])
-        has_gaps = any(before[1] != after[0] for before, after in neighbors)
-        if is_empty or has_gaps:
+        overlaps_or_has_gap = any(before[1] != after[0] for before, after in neighbors)
+        if has_empty_range or overlaps_or_has_gap:
             raise LayoutError(
                 "a sequence layout must hold every position exactly once, in non-empty ranges "
                 f"(start, stop); got {ordered}"
@@ -67,11 +67,11 @@ class SequenceLayout:
         """
         # Example: 10 positions on 4 ranks -> 3, 3, 3, 1.
         sizes = shard_sizes(length, Shard(0), ranks)
-        return cls._of([[span] for span in spans(sizes)])
+        return cls._without_empty_ranges([[span] for span in spans(sizes)])
 
     @classmethod
     def head_tail(cls, length: int, ranks: int) -> SequenceLayout:
-        """Give rank `r` chunk `r` and the `r`-th chunk from the end, of `2 * ranks` chunks.
+        """Split the sequence into `2 * ranks` chunks; rank `r` holds chunk `r` and chunk `-1 - r`.
 
         The sizes of chunks differ by at most one position.
         """
@@ -91,26 +91,27 @@ class SequenceLayout:
         """
         ranges: list[list[Range]] = [[] for _ in range(ranks)]
         chunks = 2 * ranks
+        # `accumulate` also yields the end of the last document, which `strict=False` ignores.
         starts = accumulate(lengths, initial=0)
         for start, length in zip(starts, lengths, strict=False):
             # Example: a document of the 8 positions from 4 on, 2 ranks -> bounds 4 6 8 10 12.
-            bounds = [start + length * i // chunks for i in range(chunks + 1)]
+            bounds = [start + length * chunk // chunks for chunk in range(chunks + 1)]
             ranges_of_chunks = [*pairwise(bounds)]
             for rank in range(ranks):
                 # Example, continued: rank 0 gets 4:6 and 10:12.
                 early = ranges_of_chunks[rank]
                 late = ranges_of_chunks[-1 - rank]
                 ranges[rank] += [early, late]
-        return cls._of(ranges)
+        return cls._without_empty_ranges(ranges)
 
     @classmethod
-    def _of(cls, ranges_of_ranks: Sequence[Sequence[Range]]) -> SequenceLayout:
-        """Return the layout of the ranges that are not empty."""
-        ranges_held = []
+    def _without_empty_ranges(cls, ranges_of_ranks: Sequence[Sequence[Range]]) -> SequenceLayout:
+        """Return the layout of each rank's ranges that are not empty."""
+        filled_ranges = []
         for ranges in ranges_of_ranks:
-            held = [(start, stop) for start, stop in ranges if start < stop]
-            ranges_held.append(tuple(held))
-        return cls(tuple(ranges_held))
+            filled = [(start, stop) for start, stop in ranges if start < stop]
+            filled_ranges.append(tuple(filled))
+        return cls(tuple(filled_ranges))
 
     @property
     def ranks(self) -> int:
@@ -128,9 +129,9 @@ class SequenceLayout:
         return sum(self.sizes)
 
     def positions(self, rank: int, device: torch.device | str | None = None) -> Tensor:
-        """Return the global positions that a rank holds, (sizes[rank],).
+        """Return the global positions that a rank holds, a tensor (sizes[rank],).
 
-        Rotary embeddings and similar code need them.
+        Pass them to rotary embeddings, which would otherwise count from 0 on every rank.
         """
         if not self.ranges[rank]:
             return torch.empty(0, dtype=torch.long, device=device)
@@ -148,30 +149,36 @@ class SequenceLayout:
                 f"dim {dim} of a tensor of shape {tuple(tensor.shape)} must have {self.length} "
                 "positions, the length of this layout"
             )
+        # `cat` needs a tensor, so a rank without positions gets one empty range.
         ranges = self.ranges[rank] or ((0, 0),)
         blocks = [tensor.narrow(dim, start, stop - start) for start, stop in ranges]
         return torch.cat(blocks, dim)
 
     def in_order(self, shards: Sequence[Tensor], dim: int) -> Tensor:
-        """Return the global tensor of the ranks' shards, in index order.
+        """Return the global tensor of all ranks' shards, with positions in order.
+
+        Args:
+            shards: the shard of each rank, as `shard` returns it.
+            dim: the dim that is the sequence.
 
         Example:
-            >>> layout = SequenceLayout.head_tail(4, ranks=1)
-            >>> layout.in_order([torch.tensor([0, 1, 2, 3])], 0)
-            tensor([0, 1, 2, 3])
+            >>> layout = SequenceLayout.head_tail(8, ranks=2)
+            >>> layout.in_order([torch.tensor([0, 1, 6, 7]), torch.tensor([2, 3, 4, 5])], 0)
+            tensor([0, 1, 2, 3, 4, 5, 6, 7])
         """
         blocks: list[tuple[Range, Tensor]] = []
         for ranges, shard in zip(self.ranges, shards, strict=True):
             # Example: the ranges 0:2 and 6:8 -> sizes 2 and 2.
-            # A rank without positions has one empty block, which has no range and is left out.
+            # A rank without positions has one empty block. It has no range, so `strict=False` drops
+            # it.
             sizes = [*map(_size, ranges)] or [0]
             blocks_of_rank = torch.split_with_sizes(shard, sizes, dim)
             blocks += zip(ranges, blocks_of_rank, strict=False)
         if not blocks:
             # The sequence is empty. `cat` copies, so that the result is never a shard itself.
             return torch.cat([shards[0]], dim)
-        # sorted by first positions, because the ranges are disjoint
-        blocks.sort(key=lambda item: item[0])
+        # The ranges are disjoint, so their order is the order of their first positions.
+        blocks.sort(key=lambda range_and_block: range_and_block[0])
         return torch.cat([block for _, block in blocks], dim)
 
 
@@ -182,6 +189,18 @@ def layout_named(name: LayoutName, length: int, ranks: int) -> SequenceLayout:
     return SequenceLayout.head_tail(length, ranks)
 
 
+def order_gathered(gathered: Tensor, layout: SequenceLayout, dim: int) -> Tensor:
+    """Return the global tensor, with positions in order, of the result of an all-gather.
+
+    Args:
+        gathered: the shards of all ranks along `dim`, in the order of the ranks.
+        layout: the positions of each rank.
+        dim: the dim that is the sequence.
+    """
+    shards = torch.split_with_sizes(gathered, list(layout.sizes), dim)
+    return layout.in_order(shards, dim)
+
+
 def _size(positions: Range) -> int:
     """Return the number of positions of a range."""
     start, stop = positions
@@ -189,7 +208,13 @@ def _size(positions: Range) -> int:
 
 
 class Segment(NamedTuple):
-    """A run of positions of one document."""
+    """A run of positions of one document, from `start` to before `stop`.
+
+    Attributes:
+        start: the first position.
+        stop: the position after the last one.
+        document: the number of the document in its row, from 0.
+    """
 
     start: int
     stop: int
@@ -229,9 +254,10 @@ class Documents:
                 "cumulative lengths of documents must start with 0 and never decrease, got "
                 f"{bounds}"
             )
-        filled = [span for span in pairwise(bounds) if span[0] < span[1]]
-        segments = tuple(Segment(*span, number) for number, span in enumerate(filled))
-        return cls((segments,))
+        # Equal bounds, as those of padding, are documents without positions.
+        filled = [(start, stop) for start, stop in pairwise(bounds) if start < stop]
+        segments = [Segment(start, stop, number) for number, (start, stop) in enumerate(filled)]
+        return cls((tuple(segments),))
 
     @classmethod
     def from_ids(cls, ids: Sequence[int] | Tensor) -> Documents:
@@ -248,25 +274,17 @@ class Documents:
                 "document ids must have the shape (length,) or (batch, length), got "
                 f"{tuple(table.shape)}"
             )
-        rows = []
         # Ids of the shape (length,) are one row.
-        for row in table if table.ndim == 2 else [table]:
-            ids_of_runs, lengths = row.unique_consecutive(return_counts=True)
-            runs = ids_of_runs.tolist()
-            distinct = dict.fromkeys(runs)
-            numbers = {document: number for number, document in enumerate(distinct)}
-            segments = []
-            # Example: ids 7 7 9 -> 0:2 is document 0, and 2:3 is document 1.
-            for (start, stop), document in zip(spans(lengths.tolist()), runs, strict=True):
-                segments.append(Segment(start, stop, numbers[document]))
-            rows.append(tuple(segments))
-        return cls(tuple(rows))
+        rows = table if table.ndim == 2 else [table]
+        return cls(tuple([_segments_of_ids(row) for row in rows]))
 
     @property
     def length(self) -> int:
         """Positions of the sequence."""
-        is_empty = not self.rows or not self.rows[0]
-        return 0 if is_empty else self.rows[0][-1].stop
+        if not self.rows or not self.rows[0]:
+            return 0
+        # The segments of a row are in order and cover the sequence.
+        return self.rows[0][-1].stop
 
     def ids(self, device: torch.device | str | None = None) -> Tensor:
         """Return the document of each position, (batch rows or 1, length).
@@ -280,6 +298,24 @@ class Documents:
             for start, stop, document in segments:
                 row[start:stop] = document
         return table.to(device)
+
+
+def _segments_of_ids(ids: Tensor) -> tuple[Segment, ...]:
+    """Return the runs of equal document ids in one row, (length,).
+
+    Documents are numbered in the order of their first positions, so that rows with other ids of the
+    same documents are equal.
+    """
+    id_of_each_run, lengths = torch.unique_consecutive(ids, return_counts=True)
+    numbers: dict[int, int] = {}
+    segments = []
+    # Example: ids 7 7 9 7 -> 0:2 is document 0, 2:3 is document 1, and 3:4 is document 0 again.
+    for (start, stop), document_id in zip(
+        spans(lengths.tolist()), id_of_each_run.tolist(), strict=True
+    ):
+        number = numbers.setdefault(document_id, len(numbers))
+        segments.append(Segment(start, stop, number))
+    return tuple(segments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +341,10 @@ class AttentionMask:
 
     @property
     def reach(self) -> tuple[int, int]:
-        """Numbers of keys before and after its own position that a query may read."""
+        """(left, right): numbers of keys before and after its own position that a query may read.
+
+        `UNBOUNDED` stands for no bound. The reach does not consider documents.
+        """
         left, right = [UNBOUNDED if side is None else side for side in self.window]
         if self.causal:
             right = 0

@@ -1,4 +1,4 @@
-"""Attention of this rank's queries to the keys of all ranks: methods, blocks of keys, tiles, kernels.
+"""Attention from this rank's queries to the keys of all ranks: methods, blocks, tiles, kernels.
 
 May import: _torch, errors, sequence_layout.
 """

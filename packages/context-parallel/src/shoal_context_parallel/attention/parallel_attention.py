@@ -40,6 +40,7 @@ from ..sequence_layout import (
     Range,
     SequenceLayout,
     layout_named,
+    order_gathered,
 )
 from .attention_kernels import BlockKernel, kernel_of
 from .block_attention import Task, rotated_attention
@@ -276,9 +277,8 @@ def _attend_by_heads(
     move_v = _heads_for_positions(v, key_heads, shares.keys, layout, mesh=mesh)
     with unwatched():
         exchanged = apply(HeadExchange, [move_q, move_k, move_v], q, k, v)
-    # in dim 2 the positions of the ranks follow one another, in the order of the ranks
-    by_rank = [tensor.split(layout.sizes, 2) for tensor in exchanged]
-    q, k, v = [layout.in_order(shards, 2) for shards in by_rank]
+    # In dim 2 the positions of the ranks follow one another, as after an all-gather.
+    q, k, v = [order_gathered(tensor, layout, 2) for tensor in exchanged]
     rank = mesh.comm(0).rank
     keys_of_queries = shares.keys_of_queries(rank)
     if keys_of_queries is not None:
