@@ -20,7 +20,7 @@ from shoal_context_parallel import (
     context_parallel,
     context_parallel_unshard,
 )
-from shoal_context_parallel.attention.parallel_attention import Method
+from shoal_context_parallel.internal import Method
 from shoal_mesh import all_reduce
 from shoal_mesh.testing import all_ranks, on_ranks
 

@@ -26,7 +26,7 @@ from shoal_context_parallel import (
     context_parallel_unshard,
     set_rotate_method,
 )
-from shoal_context_parallel.attention.parallel_attention import Method
+from shoal_context_parallel.internal import Method
 from shoal_mesh import all_reduce, init_device_mesh
 from shoal_mesh.testing import all_ranks, fake_world, on_ranks
 

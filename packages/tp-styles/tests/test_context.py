@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from shoal_context_parallel import Documents, SequenceLayout
-from shoal_context_parallel.attention.parallel_attention import Method
+from shoal_context_parallel.internal import Method
 from shoal_mesh import CommDebugMode, DeviceMesh, abstract_mesh, init_device_mesh
 from shoal_mesh.testing import all_ranks, fake_world, on_ranks
 from shoal_tp_styles import (

@@ -4,7 +4,8 @@ Inside the block a buffer has this rank's positions of the sequence, and `Routed
 attention: queries at these positions see the keys of all ranks. When the block ends, the buffers
 get their old contents.
 
-May import: attention, errors, interceptions, position_mask, positions, sequence_layout.
+May import: attention, context_options, errors, interceptions, position_mask, positions,
+sequence_layout.
 """
 
 from __future__ import annotations
@@ -36,14 +37,9 @@ from shoal_dtensor.internal import (
 from shoal_mesh import DeviceMesh, all_gather, all_gather_v
 from shoal_mesh.internal import require_each
 
-from .attention.parallel_attention import (
-    QKV,
-    ContextOptions,
-    Method,
-    axis_of,
-    check_attention,
-    sharded_attention,
-)
+from .attention.argument_checks import QKV, axis_of, check_attention
+from .attention.parallel_attention import sharded_attention
+from .context_options import ContextOptions, Method
 from .errors import UnsupportedAttentionError
 from .interceptions import Interceptions
 from .position_mask import PositionMask

@@ -14,7 +14,7 @@ from shoal_dtensor.errors import SpmdTypeError
 from shoal_dtensor.internal import ShardType as Shard, V, spmd
 
 from .attention.block_attention import RotatedAttention
-from .attention.parallel_attention import HeadExchange
+from .attention.ulysses import HeadExchange
 
 
 def _check_own_rows(tensor: Tensor, axis: spmd.MeshAxis) -> None:

@@ -9,7 +9,7 @@ The queries, keys and values of the last line are DTensors that are sharded alon
 Their shards have the positions of the layout with which `context_parallel_shard` has sharded the
 inputs.
 
-May import: attention, buffers, errors, sequence_layout.
+May import: attention, buffers, context_options, errors, sequence_layout.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shoal_dtensor.internal import (
 )
 from shoal_mesh import DeviceMesh
 
-from .attention.parallel_attention import ContextOptions, axis_of
+from .attention.argument_checks import axis_of
 from .buffers import (
     RoutedAttention,
     are_alike,
@@ -41,6 +41,7 @@ from .buffers import (
     local_shard,
     wrap_like,
 )
+from .context_options import ContextOptions
 from .errors import UnsupportedAttentionError
 from .sequence_layout import SequenceLayout
 

@@ -3,7 +3,7 @@
 The keys and values of all ranks are gathered in the order of their positions. The user's functions
 get global positions, so they are the same as without sharding.
 
-May import: attention, errors, sequence_layout.
+May import: context_options, errors, sequence_layout.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shoal_dtensor import DTensor
 from shoal_dtensor.internal import unwatched
 from shoal_mesh import Comm, differentiable
 
-from .attention.parallel_attention import ContextOptions
+from .context_options import ContextOptions
 from .errors import UnsupportedAttentionError
 from .sequence_layout import AttentionMask, SequenceLayout, order_gathered
 

@@ -2,9 +2,9 @@
 
 These names may change with any release; all packages are released together.
 
-May import: _torch, attention, buffers.
+May import: _torch, buffers, context_options.
 """
 
 from ._torch import flash_attention as flash_attention
-from .attention.parallel_attention import ContextOptions as ContextOptions, Method as Method
 from .buffers import RoutedAttention as RoutedAttention
+from .context_options import ContextOptions as ContextOptions, Method as Method

@@ -9,7 +9,7 @@ called.
 This file is in this package, because a program that imports no package above may run such a model
 in a block; the results would then be silently wrong.
 
-May import: _torch, attention, errors, flex, position_mask, sequence_layout.
+May import: _torch, context_options, errors, flex, position_mask, sequence_layout.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shoal_dtensor.internal import unwatched, unwatched_functions
 from shoal_mesh import Comm, all_gather_v
 
 from ._torch import disable_dynamo
-from .attention.parallel_attention import ContextOptions
+from .context_options import ContextOptions
 from .errors import UnsupportedAttentionError
 from .flex import function_of, gather_keys
 from .position_mask import PositionMask, chunks_as_documents

@@ -1,133 +1,27 @@
 """`context_parallel_attention`: scaled dot-product attention of a sharded sequence.
 
-Three methods bring keys and values to the queries. The ring and the all-gather are in
-`block_attention`. Ulysses, in this file, exchanges positions for heads by an all-to-all: from some
-positions of all heads to all positions of some heads, and back. For example, with 8 query heads, 2
-heads of keys and 4 ranks, rank 1 gets the query heads 2 and 3, and head 0 of the keys, which rank 0
-gets too. If the number of ranks does not divide the number of heads, heads are distributed as by
-`torch.chunk`, and some ranks may have none.
+Three methods bring keys and values to the queries: the ring and the all-gather of
+`block_attention`, and Ulysses.
 
-May import: attention_kernels, block_attention, head_shares.
+May import: argument_checks, attention_kernels, block_attention, ulysses.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
-from shoal_dtensor import Shard, Spec
-from shoal_dtensor.errors import LayoutError, LayoutTypeError
-from shoal_dtensor.internal import (
-    apply,
-    check_device_mesh,
-    first_order_only,
-    redistribute_shards,
-    unwatched,
-)
-from shoal_mesh import Comm, DeviceMesh, purpose
+from shoal_mesh import DeviceMesh
 
-from ..errors import UnsupportedAttentionError
-from ..sequence_layout import (
-    AttentionMask,
-    Documents,
-    LayoutName,
-    Range,
-    SequenceLayout,
-    layout_named,
-    order_gathered,
-)
+from ..context_options import ContextOptions, Method
+from ..sequence_layout import AttentionMask, Documents, SequenceLayout
+from .argument_checks import QKV, axis_of, check_attention
 from .attention_kernels import BlockKernel, kernel_of
 from .block_attention import Task, rotated_attention
-from .head_shares import HeadShares
-
-Method = Literal["allgather", "ring", "ulysses"]
-# Source and target of each tensor of an exchange.
-Moves = list[tuple[Spec, Spec]]
-
-
-class QKV(NamedTuple):
-    """Queries, keys and values of one attention, (..., heads, local length, width)."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class ContextOptions:
-    """Options for attention of a sharded sequence, see `context_parallel_attention`."""
-
-    method: Method = "allgather"
-    layout: SequenceLayout | LayoutName = "contiguous"
-    window: tuple[int | None, int | None] = (None, None)
-    documents: Documents | None = None
-
-    def __post_init__(self) -> None:
-        if self.method not in get_args(Method):
-            raise LayoutError(
-                f"the method of context parallelism must be one of {', '.join(get_args(Method))}; "
-                f"got {self.method!r}"
-            )
-        if isinstance(self.layout, str) and self.layout not in get_args(LayoutName):
-            raise LayoutError(
-                f"a layout's name must be 'contiguous' or 'head_tail', got {self.layout!r}"
-            )
-        if not isinstance(self.layout, str | SequenceLayout):
-            raise LayoutTypeError(
-                "the layout of context parallelism must be a SequenceLayout, 'contiguous' or "
-                f"'head_tail'; got {type(self.layout).__name__}"
-            )
-        # The constructor raises LayoutError if the window is wrong.
-        AttentionMask(window=self.window)
-
-    def also(self, mask: AttentionMask) -> ContextOptions:
-        """Return these options combined with another mask.
-
-        Documents of the mask take the place of the options' documents.
-        """
-        left, right = self.window
-        other_left, other_right = mask.window
-        window = (_smaller(left, other_left), _smaller(right, other_right))
-        documents = self.documents if mask.documents is None else mask.documents
-        return replace(self, window=window, documents=documents)
-
-    def layout_of(self, local_length: int, comm: Comm) -> SequenceLayout:
-        """Return the layout of a sequence from the number of positions that this rank holds."""
-        layout = self.layout
-        if isinstance(layout, str):
-            layout = layout_named(layout, local_length * comm.size, comm.size)
-        axis = f"the {comm.size} ranks along {'x'.join(comm.axes)}"
-        if layout.ranks != comm.size:
-            raise LayoutError(
-                f"the sequence layout is for {layout.ranks} ranks and does not fit {axis}"
-            )
-        held = layout.sizes[comm.rank]
-        if held != local_length:
-            raise LayoutError(
-                f"attention of a sequence of {layout.length} positions over {axis}: this rank "
-                f"holds {held} positions, but got {local_length} queries. Attention of other "
-                "tensors (cross-attention, another sequence) belongs outside of context "
-                "parallelism"
-            )
-        if self.documents is not None and self.documents.length != layout.length:
-            raise LayoutError(
-                f"documents= covers {self.documents.length} positions, but the sequence has "
-                f"{layout.length}"
-            )
-        return layout
-
-
-def _smaller(bound: int | None, other: int | None) -> int | None:
-    """Return the smaller of two bounds; None means unbounded."""
-    if bound is None or other is None:
-        return other if bound is None else bound
-    return min(bound, other)
+from .ulysses import attend_by_heads
 
 
 def context_parallel_attention(  # noqa: PLR0913  # arguments of torch's function and of sharding
@@ -197,18 +91,6 @@ def context_parallel_attention(  # noqa: PLR0913  # arguments of torch's functio
     )
 
 
-def axis_of(mesh: DeviceMesh) -> Comm:
-    """Return the communicator of a mesh with one axis; raise LayoutError if it has several."""
-    check_device_mesh("context parallelism", mesh)
-    if mesh.ndim != 1:
-        axes = dict(zip(mesh.axis_names or (), mesh.shape, strict=False))
-        raise LayoutError(
-            "context parallelism needs a mesh of one axis, but the mesh has "
-            f"{axes or mesh.shape}; pass the sub-mesh of one axis"
-        )
-    return mesh.comm(0)
-
-
 def sharded_attention(  # noqa: PLR0913  # arguments of scaled_dot_product_attention
     qkv: QKV,
     attn_mask: Tensor | None,
@@ -240,7 +122,7 @@ def sharded_attention(  # noqa: PLR0913  # arguments of scaled_dot_product_atten
         # after the exchange a rank has the whole sequence: a ring of one block
         whole_sequence = SequenceLayout.contiguous(layout.length, 1)
         task = Task(whole_sequence, comm, mask, kernel, rotation="ring", batch=q.shape[0])
-        out = _attend_by_heads(q, k, v, task, layout=layout, mesh=mesh)
+        out = attend_by_heads(q, k, v, task, layout=layout, mesh=mesh)
     else:
         rotation = options.method if comm.size > 1 else "ring"
         task = Task(layout, comm, mask, kernel, rotation=rotation, batch=q.shape[0])
@@ -253,166 +135,6 @@ def _with_one_batch_dim(tensor: Tensor) -> Tensor:
     if tensor.ndim == 4:
         return tensor
     return tensor.reshape(-1, *tensor.shape[-3:])
-
-
-def _attend_by_heads(
-    q: Tensor, k: Tensor, v: Tensor, whole: Task, layout: SequenceLayout, mesh: DeviceMesh
-) -> Tensor:
-    """Compute attention of this rank's heads over the whole sequence (Ulysses).
-
-    Tensors (batch, all heads, local length, width) are exchanged for (batch, own heads, global
-    length, width), and the output is exchanged back.
-    """
-    heads = q.shape[1]
-    shares = HeadShares.of(heads, k.shape[1], mesh.size())
-    sent_heads = sum(stop - start for start, stop in shares.keys)
-    is_repeated = sent_heads > k.shape[1]
-    if is_repeated:
-        # if several ranks read a head of keys, each of them gets a copy
-        k = _concatenate_shares(k, shares.keys)
-        v = _concatenate_shares(v, shares.keys)
-    key_heads = k.shape[1]
-    move_q = _heads_for_positions(q, heads, shares.queries, layout, mesh=mesh)
-    move_k = _heads_for_positions(k, key_heads, shares.keys, layout, mesh=mesh)
-    move_v = _heads_for_positions(v, key_heads, shares.keys, layout, mesh=mesh)
-    with unwatched():
-        exchanged = apply(HeadExchange, [move_q, move_k, move_v], q, k, v)
-    # In dim 2 the positions of the ranks follow one another, as after an all-gather.
-    q, k, v = [order_gathered(tensor, layout, 2) for tensor in exchanged]
-    rank = mesh.comm(0).rank
-    keys_of_queries = shares.keys_of_queries(rank)
-    if keys_of_queries is not None:
-        # The rank's query heads are not complete groups, so each gets a copy of its head of keys.
-        index = torch.tensor(keys_of_queries, device=q.device)
-        k = k.index_select(1, index)
-        v = v.index_select(1, index)
-    if q.shape[1]:
-        out = rotated_attention(q, k, v, whole)
-    else:
-        # Without heads the result is empty. It depends on q, k and v, so that backward runs the
-        # exchanges of their gradients here too.
-        out = q @ k.transpose(-1, -2) @ v
-    shards = [layout.shard(out, 2, rank) for rank in range(layout.ranks)]
-    rows = torch.cat(shards, 2)
-    source, target = _heads_for_positions(out, heads, shares.queries, layout, mesh=mesh)
-    with unwatched():
-        (result,) = apply(HeadExchange, [(target, source)], rows)
-    attended: Tensor = result
-    return attended
-
-
-def _concatenate_shares(tensor: Tensor, shares: Sequence[Range]) -> Tensor:
-    """Return the heads of rank after rank; a head that several ranks read is repeated."""
-    return torch.cat([tensor[:, start:stop] for start, stop in shares], 1)
-
-
-def _heads_for_positions(
-    tensor: Tensor, heads: int, shares: Sequence[Range], layout: SequenceLayout, *, mesh: DeviceMesh
-) -> tuple[Spec, Spec]:
-    """Return the specs S(sequence) and S(heads) of a tensor with so many heads.
-
-    The ranks' positions follow one another.
-    """
-    batch = tensor.shape[0]
-    width = tensor.shape[-1]
-    shape = (batch, heads, layout.length, width)
-    by_position = Shard(2, sizes=layout.sizes)
-    heads_of_ranks = tuple(stop - start for start, stop in shares)
-    by_head = Shard(1, sizes=heads_of_ranks)
-    source = Spec(mesh, [by_position], shape, None, dtype=tensor.dtype)
-    return source, source.with_(placements=[by_head])
-
-
-class HeadExchange(Function):
-    """Function S(sequence) -> S(heads), or back, of several tensors by one all-to-all.
-
-    Gradients are exchanged in the opposite direction.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, moves: Moves, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.moves = moves
-        return _exchange(tensors, moves)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        first_order_only(
-            "attention of a sharded sequence cannot be differentiated twice: call backward() "
-            "without create_graph=True"
-        )
-        back = [(target, source) for source, target in ctx.moves]
-        return None, *_exchange(grads, back)
-
-
-def _exchange(tensors: Sequence[Tensor], moves: Moves) -> tuple[Tensor, ...]:
-    with purpose("attention: exchange heads for positions"):
-        pending = redistribute_shards([tensor.contiguous() for tensor in tensors], moves)
-        return tuple(pending.wait())
-
-
-def check_attention(
-    qkv: QKV, attn_mask: Tensor | None, enable_gqa: bool, comm: Comm, options: ContextOptions
-) -> SequenceLayout:
-    """Check arguments, which may differ by rank; return the layout of the sequence.
-
-    Nothing is sent.
-    """
-    query, key, value = qkv
-    if not _fit_together(query, key, value, enable_gqa=enable_gqa):
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in qkv)
-        without_gqa = "" if enable_gqa else " without enable_gqa"
-        raise LayoutError(
-            "attention of a sharded sequence: query, key and value must have the shape (..., "
-            "heads, local length, width) with equal batch and length, and equal numbers of heads "
-            "(with enable_gqa, the number of key heads divides the number of query heads); got "
-            f"{shapes}{without_gqa}"
-        )
-    local_length = query.shape[-2]
-    layout = options.layout_of(local_length, comm)
-    if attn_mask is not None:
-        _check_mask(attn_mask, local_length, layout, options.method)
-    if options.documents is not None:
-        batch = math.prod(query.shape[:-3])
-        rows = len(options.documents.rows)
-        if rows not in (1, batch):
-            raise LayoutError(f"documents= has {rows} batch rows, but the batch has {batch}")
-    return layout
-
-
-def _fit_together(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool) -> bool:
-    """Tell whether the shapes fit one attention call."""
-    if query.ndim < 3 or query.ndim != key.ndim:
-        return False
-    if key.shape[:-1] != value.shape[:-1]:
-        return False
-    same_batch = query.shape[:-3] == key.shape[:-3]
-    same_length_and_width = query.shape[-2:] == key.shape[-2:]
-    if not same_batch or not same_length_and_width:
-        return False
-    heads = query.shape[-3]
-    key_heads = key.shape[-3]
-    if heads == key_heads:
-        return True
-    return enable_gqa and key_heads > 0 and heads % key_heads == 0
-
-
-def _check_mask(mask: Tensor, rows: int, layout: SequenceLayout, method: Method) -> None:
-    """Refuse a mask that does not have this rank's rows and all columns."""
-    has_rows = mask.ndim >= 2 and mask.shape[-2] in (1, rows)
-    if not has_rows or mask.shape[-1] != layout.length:
-        raise LayoutError(
-            f"attn_mask must have this rank's {rows} rows and all {layout.length} columns in "
-            f"global order, got {tuple(mask.shape)}; shard its rows as the queries are sharded. "
-            "Models of transformers make masks for padding and packed documents with this rank's "
-            "columns only: leave out attention_mask, pass documents=, and pass "
-            "layout.positions(rank) as position_ids"
-        )
-    if method == "ulysses" or mask.requires_grad:
-        raise UnsupportedAttentionError(
-            "attn_mask cannot require a gradient, and method='ulysses' does not take it, because "
-            "no rank has all mask rows of its heads; use method='ring' and a constant mask, or "
-            "describe the mask by is_causal, window= or documents="
-        )
 
 
 def _folded_mask(mask: Tensor, query: Tensor, key_heads: int, columns: int) -> Tensor:
