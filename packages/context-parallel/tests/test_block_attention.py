@@ -81,7 +81,9 @@ class Case:
 def test_a_tile_is_softmax(
     kind: TileKind, masked: bool, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention_kernels, "_SCORES", 2 * 3 * 6 * 2)  # two queries at a time
+    monkeypatch.setattr(
+        attention_kernels, "_MOST_SCORES_ON_CPU", 2 * 3 * 6 * 2
+    )  # two queries at a time
     case = Case(kind, masked, 8, 5, 6, width)
     for got, want in zip(
         case.run("cpu", torch.double), (case.out, case.sums, *case.grads), strict=True
@@ -166,7 +168,7 @@ def test_kernels_of_cuda_take_what_they_are_given(
         mask = torch.empty(1, 3, 40, 40, **like) if masked else None
         kernel = kernel_of(q, v, masked=masked)
         assert kernel.forward is not plain_attention
-        if not kernel.groups:
+        if not kernel.shares_key_heads:
             k, v = (x.expand(2, 3, 40, -1) for x in (k, v))
         found, sums = kernel.forward(q, k, v, causal and not masked, mask, 0.3)
         assert (found.shape, found.dtype) == (out.shape, out.dtype)

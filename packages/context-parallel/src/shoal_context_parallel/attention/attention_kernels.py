@@ -24,8 +24,8 @@ from .tiles import Tile, TileKind
 
 # Most elements of the scores that plain operators compute at once. In float32 they are 16 MiB on a
 # CPU, and 128 MiB on other devices.
-_SCORES = 1 << 22
-_SCORES_OF_DEVICE = 1 << 25
+_MOST_SCORES_ON_CPU = 1 << 22
+_MOST_SCORES_ON_DEVICE = 1 << 25
 
 
 class AttentionKernel(NamedTuple):
@@ -35,39 +35,40 @@ class AttentionKernel(NamedTuple):
         forward: function of queries, keys, values, causal, mask (added to the scores) and scale;
             returns output and log-sums.
         backward: function that returns the gradients, see `_torch`.
-        multiple: the widths of keys and values must be multiples of this number.
-        equal_widths: whether the two widths must be equal.
-        masks: whether a mask can be added to the scores.
-        groups: whether query heads may share a head of keys.
-        name: name of torch's function that returns whether it runs the kernel for a dtype on a
-            device; "" for always.
+        width_multiple: the widths of keys and values must be multiples of this number.
+        needs_equal_widths: whether the two widths must be equal.
+        adds_mask: whether a mask can be added to the scores.
+        shares_key_heads: whether query heads may share a head of keys, (n, 1, length, width).
+        name_in_torch: the name by which `_torch.can_use` tells whether torch runs the kernel for a
+            dtype on a device; "" for a kernel that torch always runs.
     """
 
     forward: Callable[..., Outputs]
     backward: Callable[..., Gradients]
-    multiple: int = 1
-    equal_widths: bool = False
-    masks: bool = True
-    groups: bool = False
-    name: str = ""
+    width_multiple: int = 1
+    needs_equal_widths: bool = False
+    adds_mask: bool = True
+    shares_key_heads: bool = False
+    name_in_torch: str = ""
 
     def takes(self, q: Tensor, v: Tensor, masked: bool) -> bool:
-        """Tell whether the kernel supports these tensors."""
-        if masked and not self.masks:
+        """Tell whether the kernel supports queries and values, and a mask if `masked`."""
+        if masked and not self.adds_mask:
             return False
+        # Queries and keys have one width.
         key_width = q.shape[-1]
         value_width = v.shape[-1]
-        if key_width % self.multiple or value_width % self.multiple:
+        if key_width % self.width_multiple or value_width % self.width_multiple:
             return False
-        if self.equal_widths and key_width != value_width:
+        if self.needs_equal_widths and key_width != value_width:
             return False
-        if not self.name:
+        if not self.name_in_torch:
             return True
         requires_grad = q.requires_grad
-        # torch decides by dtype, device and widths, so small samples are enough
+        # torch decides by dtype, device and widths, so samples of 16 positions are enough.
         sample_query = q.new_empty(1, 1, 16, key_width, requires_grad=requires_grad)
         sample_value = v.new_empty(1, 1, 16, value_width, requires_grad=requires_grad)
-        return _torch.can_use(self.name, sample_query, sample_value)
+        return _torch.can_use(self.name_in_torch, sample_query, sample_value)
 
 
 def plain_attention(
@@ -75,43 +76,53 @@ def plain_attention(
 ) -> Outputs:
     """Compute output and log-sum-exp in plain operators, for any dtype, widths and mask."""
     outs = []
-    sums = []
+    log_sums = []
     for _, scores in _scores(q, k, causal, mask, scale=scale):
         lse = scores.logsumexp(-1)
-        finite = lse.masked_fill(lse == -torch.inf, 0)
-        p = (scores - finite.unsqueeze(-1)).exp_()
-        outs.append(p.to(v.dtype) @ v)
-        sums.append(lse)
-    return torch.cat(outs, -2), torch.cat(sums, -1)
+        # 0 for queries that read no key, whose softmax is exp(-inf - 0) = 0 instead of NaN
+        finite_lse = lse.masked_fill(lse == -torch.inf, 0)
+        softmax = (scores - finite_lse.unsqueeze(-1)).exp_()
+        outs.append(softmax.to(v.dtype) @ v)
+        log_sums.append(lse)
+    return torch.cat(outs, -2), torch.cat(log_sums, -1)
 
 
 def plain_attention_backward(*tensors: Tensor, causal: bool, mask: Mask, scale: float) -> Gradients:
-    """Compute the gradients of `plain_attention`: `exp(scores - lse)` is the softmax of a row."""
+    """Compute the gradients of `plain_attention`: `exp(scores - lse)` is the softmax of a row.
+
+    The tensors are the gradient of the output, q, k, v, the output, and the log-sums.
+    """
     grad, q, k, v, out, lse = tensors
     dq = torch.empty_like(q)
     dk = torch.zeros_like(k)
     dv = torch.zeros_like(v)
+    # The gradient of the scores is softmax * (dsoftmax - sum(softmax * dsoftmax)), where the sum is
+    # over all keys. It equals the sum of grad * out over the width, so it is known here, although
+    # `k` may be a part of the keys.
     delta = (grad * out).sum(-1, keepdim=True)
     for rows, scores in _scores(q, k, causal, mask, scale=scale):
         row_grad = grad[..., rows, :]
         row_lse = lse[..., rows, None]
-        p = scores.sub_(row_lse).exp_().to(q.dtype)
-        dv += p.transpose(-1, -2) @ row_grad
-        dp = row_grad @ v.transpose(-1, -2)
+        softmax = scores.sub_(row_lse).exp_().to(q.dtype)
+        dv += softmax.transpose(-1, -2) @ row_grad
+        dsoftmax = row_grad @ v.transpose(-1, -2)
         row_delta = delta[..., rows, :]
-        ds = p * (dp - row_delta)
-        dq[..., rows, :] = ds @ k * scale
+        dscores = softmax * (dsoftmax - row_delta)
+        dq[..., rows, :] = dscores @ k * scale
         row_q = q[..., rows, :]
-        dk += ds.transpose(-1, -2) @ row_q * scale
+        dk += dscores.transpose(-1, -2) @ row_q * scale
     return Gradients(dq, dk, dv)
 
 
 def _scores(
     q: Tensor, k: Tensor, causal: bool, mask: Mask, scale: float
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yield ranges of queries and their scores, in float32 or more."""
-    limit = _SCORES if q.is_cpu else _SCORES_OF_DEVICE
-    exact = torch.promote_types(q.dtype, torch.float32)
+    """Yield slices of queries and their scores (n, group, queries of the slice, keys).
+
+    Scores are in float32, or in float64 for float64 queries.
+    """
+    limit = _MOST_SCORES_ON_CPU if q.is_cpu else _MOST_SCORES_ON_DEVICE
+    score_dtype = torch.promote_types(q.dtype, torch.float32)
     # Example: 6 batch rows, 4 heads and 8192 keys -> 21 queries at a time on a CPU.
     batch_rows, heads, queries, _ = q.shape
     scores_per_query = batch_rows * heads * k.shape[-2]
@@ -120,10 +131,11 @@ def _scores(
     for start in range(0, queries, step):
         rows = slice(start, start + step)
         product = q[..., rows, :] @ transposed_k
-        scores = product.to(exact) * scale
+        scores = product.to(score_dtype) * scale
         if mask is not None:
             scores.add_(mask[..., rows, :])
         if causal:
+            # Query i reads the keys up to i; the first query of the slice is `start`.
             ones = scores.new_ones(scores.shape[-2:], dtype=torch.bool)
             is_later = ones.triu_(1 + start)
             scores.masked_fill_(is_later, -torch.inf)
@@ -131,26 +143,28 @@ def _scores(
 
 
 _PLAIN = AttentionKernel(plain_attention, plain_attention_backward)
-# By type of device, the preferred kernel first.
+# By type of device, the preferred kernel first; `_PLAIN` is the last choice on every device.
 _KERNELS = {
     "cpu": [
-        AttentionKernel(_torch.flash_attention, _torch.flash_attention_backward, equal_widths=True)
+        AttentionKernel(
+            _torch.flash_attention, _torch.flash_attention_backward, needs_equal_widths=True
+        )
     ],
     "cuda": [
         AttentionKernel(
             _torch.cuda_flash_attention,
             _torch.cuda_flash_attention_backward,
-            multiple=8,
-            equal_widths=True,
-            masks=False,
-            groups=True,
-            name="flash",
+            width_multiple=8,
+            needs_equal_widths=True,
+            adds_mask=False,
+            shares_key_heads=True,
+            name_in_torch="flash",
         ),
         AttentionKernel(
             _torch.efficient_attention,
             _torch.efficient_attention_backward,
-            multiple=8,
-            name="efficient",
+            width_multiple=8,
+            name_in_torch="efficient",
         ),
     ],
 }
@@ -166,7 +180,13 @@ def kernel_of(q: Tensor, v: Tensor, *, masked: bool) -> AttentionKernel:
 
 
 class _KernelCall(NamedTuple):
-    """The kernel of a tile, whether it masks causally, and the mask added to the scores."""
+    """A kernel and its arguments for one tile.
+
+    Attributes:
+        kernel: the kernel.
+        causal: whether it masks later keys itself.
+        mask: the mask that it adds to the scores.
+    """
 
     kernel: AttentionKernel
     causal: bool
@@ -179,9 +199,10 @@ class BlockKernel:
 
     Attributes:
         scale: factor of the scores.
-        reach: keys before and behind a query that it may read, for tiles at a window's edge.
-        attn_mask: (n or 1, group or 1, queries of the rank, all keys), added to the scores; None
-            for none.
+        reach: (left, right), the numbers of keys before and after its own position that a query
+            reads; used in tiles at a window's edge.
+        attn_mask: (n or 1, group or 1, queries of the rank, keys of the whole sequence), added to
+            the scores; None for none.
         unmasked: the kernel of tiles without a mask.
         masked: the kernel of tiles with a mask that is added to the scores.
     """
@@ -198,15 +219,16 @@ class BlockKernel:
         Their shapes are (n, group, queries, width) and (n, group, queries).
         """
         kernel, causal, mask = self._call_of(q, k, tile)
-        if not kernel.groups:
+        if not kernel.shares_key_heads:
             k = _expand_heads(k, q)
             v = _expand_heads(v, q)
         out, lse = kernel.forward(q, k, v, causal, mask=mask, scale=self.scale)
-        # kernels return other numbers for a query that reads no key
+        # A row of the user's mask may allow no key of this tile. Kernels do not agree on the results
+        # of such a row, so they are set here. A window never leaves a query of a tile without a key.
         if self.attn_mask is not None and mask is not None:
-            is_empty = mask.amax(-1) == -torch.inf
-            out = out.masked_fill(is_empty.unsqueeze(-1), 0)
-            lse = lse.masked_fill(is_empty, -torch.inf)
+            reads_no_key = mask.amax(-1) == -torch.inf
+            out = out.masked_fill(reads_no_key.unsqueeze(-1), 0)
+            lse = lse.masked_fill(reads_no_key, -torch.inf)
         return out, lse
 
     def backward(  # noqa: PLR0913  # inputs of the gradient of attention
@@ -214,11 +236,11 @@ class BlockKernel:
     ) -> Gradients:
         """Return the gradients of a tile's queries, keys and values.
 
-        `out` and `lse` are the results over all keys.
+        `out` and `lse` are the results of the tile's queries over all keys, of other tiles too.
         """
         kernel, causal, mask = self._call_of(q, k, tile)
-        keys = k if kernel.groups else _expand_heads(k, q)
-        values = v if kernel.groups else _expand_heads(v, q)
+        keys = k if kernel.shares_key_heads else _expand_heads(k, q)
+        values = v if kernel.shares_key_heads else _expand_heads(v, q)
         operands = (grad, q, keys, values, out, lse)
         dq, dk, dv = kernel.backward(*operands, causal=causal, mask=mask, scale=self.scale)
         # The gradient of a head of keys is the sum over the query heads that share it.
@@ -229,13 +251,17 @@ class BlockKernel:
         return Gradients(dq, dk, dv)
 
     def _call_of(self, q: Tensor, k: Tensor, tile: Tile) -> _KernelCall:
-        """Return the call of a kernel that computes a tile."""
+        """Choose the kernel of a tile, and its mask.
+
+        Without `attn_mask`, only tiles at a window's edge need a mask: kernels mask causally by
+        themselves. With it, the causal mask is added to it too.
+        """
         kind = tile.kind
         if self.attn_mask is None and kind is not TileKind.BAND:
             return _KernelCall(self.unmasked, causal=kind is TileKind.CAUSAL, mask=None)
         mask = None
         if self.attn_mask is not None:
-            mask = _mask_of_tile(self.attn_mask, tile, rows=q.shape[0], columns=k.shape[-2])
+            mask = _mask_of_tile(self.attn_mask, tile, folded_rows=q.shape[0], keys=k.shape[-2])
         if kind is not TileKind.FULL:
             band = self._band(q, k, tile)
             mask = band[None, None] if mask is None else mask + band
@@ -246,9 +272,11 @@ class BlockKernel:
 
         The shape is (queries, keys).
         """
-        left, right = self.reach if tile.kind is TileKind.BAND else (UNBOUNDED, 0)
+        causal_reach = (UNBOUNDED, 0)
+        left, right = self.reach if tile.kind is TileKind.BAND else causal_reach
         query_ids = torch.arange(q.shape[-2], device=q.device)
         key_ids = torch.arange(k.shape[-2], device=q.device)
+        # global position of the key minus global position of the query
         ahead = key_ids - query_ids.unsqueeze(-1) - tile.offset
         is_outside = (ahead > right) | (ahead < -left)
         band = torch.zeros(is_outside.shape, dtype=q.dtype, device=q.device)
@@ -260,16 +288,20 @@ def _expand_heads(tensor: Tensor, q: Tensor) -> Tensor:
     return tensor.expand(-1, q.shape[1], -1, -1)
 
 
-def _mask_of_tile(mask: Tensor, tile: Tile, *, rows: int, columns: int) -> Tensor:
+def _mask_of_tile(mask: Tensor, tile: Tile, *, folded_rows: int, keys: int) -> Tensor:
     """Return the part of a mask for a tile.
 
-    `rows` is the number of rows of folded tensors for one batch row, and `columns` the number of
-    the tile's keys.
+    Args:
+        mask: (n or 1, group or 1, queries of the rank, keys of the whole sequence).
+        tile: the tile.
+        folded_rows: size of the first dim of the tile's tensors: the number of heads of keys if the
+            tile is of one batch row.
+        keys: number of the tile's keys.
     """
-    end_key = tile.first_key + columns
+    end_key = tile.first_key + keys
     mask = mask[..., tile.queries, tile.first_key : end_key]
     if tile.row is None or mask.shape[0] == 1:
         return mask
     # Example: 2 heads of keys in each batch row -> batch row 1 has the rows 2:4.
-    first_row = tile.row * rows
-    return mask[first_row : first_row + rows]
+    first_row = tile.row * folded_rows
+    return mask[first_row : first_row + folded_rows]
