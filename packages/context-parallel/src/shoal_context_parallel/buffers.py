@@ -37,7 +37,7 @@ from shoal_dtensor.internal import (
 from shoal_mesh import DeviceMesh, all_gather, all_gather_v
 from shoal_mesh.internal import require_each
 
-from .attention.argument_checks import QKV, axis_of, check_attention
+from .attention.argument_checks import QKV, check_attention, comm_of_one_axis
 from .attention.parallel_attention import sharded_attention
 from .context_options import ContextOptions, Method
 from .errors import UnsupportedAttentionError
@@ -113,7 +113,7 @@ def context_parallel(  # noqa: PLR0913  # torch's arguments, and options of the 
         >>> tokens.shape
         torch.Size([1, 16])
     """
-    comm = axis_of(mesh)
+    comm = comm_of_one_axis(mesh)
     unrestored = no_restore_buffers or set()
     sequences = _sequences("context_parallel", buffers, buffer_seq_dims)
     _check(sequences, unrestored)
@@ -229,7 +229,7 @@ def context_parallel_unshard(
         ...     context_parallel_unshard(init_device_mesh("cpu", (1,)), [torch.arange(3)], [0])
         [tensor([0, 1, 2])]
     """
-    comm = axis_of(mesh)
+    comm = comm_of_one_axis(mesh)
     sequences = _sequences("context_parallel_unshard", buffers, seq_dims)
     if not sequences:
         return []

@@ -32,7 +32,7 @@ from shoal_dtensor.internal import (
 )
 from shoal_mesh import DeviceMesh
 
-from .attention.argument_checks import axis_of
+from .attention.argument_checks import comm_of_one_axis
 from .buffers import (
     RoutedAttention,
     are_alike,
@@ -98,7 +98,7 @@ def context_parallel_shard(
         [tensor([ 0,  1, 14, 15])]
     """
     check_device_mesh("context_parallel_shard", mesh)
-    comm = axis_of(mesh)
+    comm = comm_of_one_axis(mesh)
     tensors, structure = pytree.tree_flatten(buffers)
     dims, structure_of_dims = pytree.tree_flatten(seq_dims)
     is_alike = len(dims) == len(tensors) and isinstance(buffers, Mapping) == isinstance(

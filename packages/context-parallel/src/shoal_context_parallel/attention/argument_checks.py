@@ -24,7 +24,7 @@ class QKV(NamedTuple):
     value: Tensor
 
 
-def axis_of(mesh: DeviceMesh) -> Comm:
+def comm_of_one_axis(mesh: DeviceMesh) -> Comm:
     """Return the communicator of a mesh with one axis; raise LayoutError if it has several."""
     check_device_mesh("context parallelism", mesh)
     if mesh.ndim != 1:
@@ -39,9 +39,13 @@ def axis_of(mesh: DeviceMesh) -> Comm:
 def check_attention(
     qkv: QKV, attn_mask: Tensor | None, enable_gqa: bool, comm: Comm, options: ContextOptions
 ) -> SequenceLayout:
-    """Check arguments, which may differ by rank; return the layout of the sequence.
+    """Check the arguments of this rank; return the layout of the sequence.
 
-    Nothing is sent.
+    Nothing is sent, so other ranks do not learn of an error here.
+
+    Raises:
+        LayoutError: if shapes, layout and axis do not fit each other.
+        UnsupportedAttentionError: if `attn_mask` requires a gradient, or the method is "ulysses".
     """
     query, key, value = qkv
     if not _fit_together(query, key, value, enable_gqa=enable_gqa):
@@ -60,13 +64,14 @@ def check_attention(
     if options.documents is not None:
         batch = math.prod(query.shape[:-3])
         rows = len(options.documents.rows)
+        # One row of documents stands for all batch rows.
         if rows not in (1, batch):
             raise LayoutError(f"documents= has {rows} batch rows, but the batch has {batch}")
     return layout
 
 
 def _fit_together(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool) -> bool:
-    """Tell whether the shapes fit one attention call."""
+    """Tell whether shapes (..., heads, local length, width) fit one attention call."""
     if query.ndim < 3 or query.ndim != key.ndim:
         return False
     if key.shape[:-1] != value.shape[:-1]:
@@ -84,6 +89,7 @@ def _fit_together(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool
 
 def _check_mask(mask: Tensor, rows: int, layout: SequenceLayout, method: Method) -> None:
     """Refuse a mask that does not have this rank's rows and all columns."""
+    # torch broadcasts a mask with one row over all queries.
     has_rows = mask.ndim >= 2 and mask.shape[-2] in (1, rows)
     if not has_rows or mask.shape[-1] != layout.length:
         raise LayoutError(

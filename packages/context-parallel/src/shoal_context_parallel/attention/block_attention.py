@@ -34,6 +34,11 @@ from ..sequence_layout import AttentionMask, SequenceLayout
 from .attention_kernels import BlockKernel
 from .tiles import Tile, tiles
 
+FIRST_ORDER = (
+    "attention of a sharded sequence cannot be differentiated twice: call backward() without "
+    "create_graph=True"
+)
+
 
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Merge the attention of a block into the previous result, in place: the online softmax.
@@ -257,10 +262,7 @@ class RotatedAttention(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        first_order_only(
-            "attention of a sharded sequence cannot be differentiated twice: call backward() "
-            "without create_graph=True"
-        )
+        first_order_only(FIRST_ORDER)
         q, own_block, out, lse = ctx.saved_tensors
         task: Task = ctx.task
         shapes: _BlockShapes = ctx.shapes

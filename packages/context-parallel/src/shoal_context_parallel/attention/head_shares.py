@@ -26,9 +26,11 @@ class HeadShares:
 
     @classmethod
     def of(cls, query_heads: int, key_heads: int, ranks: int) -> HeadShares:
-        """Distribute heads over so many ranks.
+        """Distribute heads over ranks.
 
         Example:
+            A group of 2 query heads shares each head of keys. The last rank gets no heads.
+
             >>> shares = HeadShares.of(6, 3, ranks=4)
             >>> shares.queries
             ((0, 2), (2, 4), (4, 6), (6, 6))
@@ -42,25 +44,31 @@ class HeadShares:
             if start == stop:
                 keys.append((0, 0))
             else:
-                last = (stop - 1) // group
-                keys.append((start // group, last + 1))
+                first_key = start // group
+                last_key = (stop - 1) // group
+                keys.append((first_key, last_key + 1))
         return cls(tuple(queries), tuple(keys), group)
 
     def keys_of_queries(self, rank: int) -> list[int] | None:
-        """Return the head of keys of each of a rank's query heads, as an index on this rank.
+        """Return the head of keys of each of a rank's query heads, as a local index.
 
         None if the rank has complete groups: query head i then reads head `i // group`.
 
         Example:
-            >>> HeadShares.of(8, 4, ranks=4).keys_of_queries(1)
+            Rank 1 has the query heads 2 and 3. In groups of 2 they are one group; in groups of 3
+            they belong to two groups.
+
+            >>> print(HeadShares.of(8, 4, ranks=4).keys_of_queries(1))
+            None
             >>> HeadShares.of(6, 2, ranks=4).keys_of_queries(1)
             [0, 1]
         """
         start, stop = self.queries[rank]
+        if start == stop:
+            return None
         first_key, end_key = self.keys[rank]
-        key_heads = end_key - first_key
-        begins_with_group = start % self.group == 0 if key_heads else True
-        has_complete_groups = stop - start == key_heads * self.group
+        begins_with_group = start % self.group == 0
+        has_complete_groups = stop - start == (end_key - first_key) * self.group
         if begins_with_group and has_complete_groups:
             return None
         return [head // self.group - first_key for head in range(start, stop)]

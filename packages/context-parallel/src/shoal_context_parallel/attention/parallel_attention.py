@@ -18,7 +18,7 @@ from shoal_mesh import DeviceMesh
 
 from ..context_options import ContextOptions, Method
 from ..sequence_layout import AttentionMask, Documents, SequenceLayout
-from .argument_checks import QKV, axis_of, check_attention
+from .argument_checks import QKV, check_attention, comm_of_one_axis
 from .attention_kernels import BlockKernel, kernel_of
 from .block_attention import Task, rotated_attention
 from .ulysses import attend_by_heads
@@ -77,15 +77,18 @@ def context_parallel_attention(  # noqa: PLR0913  # arguments of torch's functio
     Example:
         >>> from shoal_mesh import init_device_mesh
         >>> from shoal_mesh.testing import fake_world
+        >>> q, k, v = torch.randn(3, 1, 2, 5, 4)
         >>> with fake_world(1):
-        ...     q, k, v = torch.randn(3, 1, 2, 5, 4)
-        ...     out = context_parallel_attention(q, k, v, init_device_mesh("cpu", (1,)), is_causal=True, method="ring")
-        >>> torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True), atol=1e-6)
+        ...     mesh = init_device_mesh("cpu", (1,))
+        ...     out = context_parallel_attention(q, k, v, mesh, is_causal=True, method="ring")
+        >>> whole = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        >>> torch.allclose(out, whole, atol=1e-6)
         True
     """
     options = ContextOptions(method, layout, window, documents)
     qkv = QKV(query, key, value)
-    axis_of(mesh)
+    # raises LayoutError for a mesh with several axes
+    comm_of_one_axis(mesh)
     return sharded_attention(
         qkv, attn_mask, is_causal, scale, enable_gqa=enable_gqa, mesh=mesh, options=options
     )
@@ -106,9 +109,10 @@ def sharded_attention(  # noqa: PLR0913  # arguments of scaled_dot_product_atten
     query, key, value = qkv
     if scale is None:
         scale = 1 / math.sqrt(query.shape[-1])
+    key_heads = key.shape[-3]
     added_mask = None
     if attn_mask is not None:
-        added_mask = _folded_mask(attn_mask, query, key.shape[-3], layout.length)
+        added_mask = _fold_mask(attn_mask, query, key_heads, layout.length)
     q, k, v = map(_with_one_batch_dim, qkv)
     mask = AttentionMask(is_causal, options.window, options.documents)
     kernel = BlockKernel(
@@ -119,11 +123,13 @@ def sharded_attention(  # noqa: PLR0913  # arguments of scaled_dot_product_atten
         masked=kernel_of(q, v, masked=True),
     )
     if options.method == "ulysses":
-        # after the exchange a rank has the whole sequence: a ring of one block
+        # After the exchange of heads each rank holds the whole sequence: a ring of one block, which
+        # sends nothing.
         whole_sequence = SequenceLayout.contiguous(layout.length, 1)
         task = Task(whole_sequence, comm, mask, kernel, rotation="ring", batch=q.shape[0])
         out = attend_by_heads(q, k, v, task, layout=layout, mesh=mesh)
     else:
+        # On one rank the ring sends nothing, and needs no copy of the keys.
         rotation = options.method if comm.size > 1 else "ring"
         task = Task(layout, comm, mask, kernel, rotation=rotation, batch=q.shape[0])
         out = rotated_attention(q, k, v, task)
@@ -137,25 +143,32 @@ def _with_one_batch_dim(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, *tensor.shape[-3:])
 
 
-def _folded_mask(mask: Tensor, query: Tensor, key_heads: int, columns: int) -> Tensor:
+def _fold_mask(mask: Tensor, query: Tensor, key_heads: int, columns: int) -> Tensor:
     """Return the mask that is added to the scores of folded tensors.
 
-    The shape is (n or 1, group or 1, rows, columns).
+    Args:
+        mask: broadcastable to (..., heads, rows, columns); a bool mask, or values to add.
+        query: (..., heads, rows, width).
+        key_heads: number of heads of keys.
+        columns: length of the whole sequence.
+
+    Returns:
+        (n or 1, group or 1, rows, columns) for queries (n, group, rows, width): n counts batch rows
+        times heads of keys, and `group` query heads share a head of keys.
     """
     if mask.dtype == torch.bool:
         zeros = query.new_zeros(mask.shape)
         mask = zeros.masked_fill_(~mask, -math.inf)
     mask = mask.to(query.dtype)
     *batch, heads, rows, _ = query.shape
-    has_heads = mask.ndim >= 4 or mask.shape[-3:-2] == (heads,)
-    if not has_heads:
+    has_batch_dim = mask.ndim >= 4
+    has_mask_per_head = mask.shape[-3:-2] == (heads,)
+    if not has_batch_dim and not has_mask_per_head:
         return mask.expand(1, 1, rows, columns)
-    # A head of keys has one mask, or one for each query head of its group.
-    mask_heads = heads
-    group = heads // key_heads
-    if mask.shape[-3] == 1:
-        mask_heads = key_heads
-        group = 1
     folded = math.prod(batch) * key_heads
-    expanded = mask.expand(*batch, mask_heads, rows, columns)
-    return expanded.reshape(folded, group, rows, columns)
+    if mask.shape[-3] == 1:
+        # All heads have the mask of their batch row, so a group of query heads needs it once.
+        of_key_heads = mask.expand(*batch, key_heads, rows, columns)
+        return of_key_heads.reshape(folded, 1, rows, columns)
+    of_query_heads = mask.expand(*batch, heads, rows, columns)
+    return of_query_heads.reshape(folded, heads // key_heads, rows, columns)

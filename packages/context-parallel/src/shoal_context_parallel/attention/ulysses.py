@@ -1,10 +1,10 @@
 """`attend_by_heads`: attention of some heads on each rank (Ulysses).
 
-An all-to-all exchanges positions for heads: from some positions of all heads to all positions of
-some heads. Another one exchanges the output back. For example, with 8 query heads, 2 heads of keys
-and 4 ranks, rank 1 gets the query heads 2 and 3, and head 0 of the keys, which rank 0 gets too. If
-the number of ranks does not divide the number of heads, heads are distributed as by `torch.chunk`,
-and some ranks may have none.
+An all-to-all exchanges positions for heads: a rank that holds some positions of all heads gets all
+positions of some heads. A second all-to-all exchanges the output back. For example, with 8 query
+heads, 2 heads of keys and 4 ranks, rank 1 gets the query heads 2 and 3, and head 0 of the keys,
+which rank 0 gets too. If the number of ranks does not divide the number of heads, heads are
+distributed as by `torch.chunk`, and some ranks may have none.
 
 May import: block_attention, head_shares.
 """
@@ -12,7 +12,7 @@ May import: block_attention, head_shares.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,38 +23,56 @@ from shoal_dtensor.internal import apply, first_order_only, redistribute_shards,
 from shoal_mesh import DeviceMesh, purpose
 
 from ..sequence_layout import Range, SequenceLayout, order_gathered
-from .block_attention import Task, rotated_attention
+from .block_attention import FIRST_ORDER, Task, rotated_attention
 from .head_shares import HeadShares
 
-# Source and target of each tensor of an exchange.
-Moves = list[tuple[Spec, Spec]]
+
+class HeadMove(NamedTuple):
+    """The exchange of one tensor: its placement before and after.
+
+    Attributes:
+        source: the spec before the exchange.
+        target: the spec after it.
+    """
+
+    source: Spec
+    target: Spec
+
+    def inverted(self) -> HeadMove:
+        """Return the exchange back."""
+        return HeadMove(self.target, self.source)
 
 
 def attend_by_heads(
-    q: Tensor, k: Tensor, v: Tensor, whole: Task, layout: SequenceLayout, mesh: DeviceMesh
+    q: Tensor, k: Tensor, v: Tensor, task: Task, layout: SequenceLayout, mesh: DeviceMesh
 ) -> Tensor:
     """Compute attention of this rank's heads over the whole sequence (Ulysses).
 
-    Tensors (batch, all heads, local length, width) are exchanged for (batch, own heads, global
-    length, width), and the output is exchanged back.
+    Args:
+        q: (batch, all query heads, local length, width).
+        k: (batch, all heads of keys, local length, width).
+        v: (batch, all heads of keys, local length, width of values).
+        task: attention on a rank that holds the whole sequence.
+        layout: the positions that each rank holds outside of this function.
+        mesh: a mesh with one axis.
+
+    Returns:
+        (batch, all query heads, local length, width of values).
     """
-    heads = q.shape[1]
-    shares = HeadShares.of(heads, k.shape[1], mesh.size())
-    sent_heads = sum(stop - start for start, stop in shares.keys)
-    is_repeated = sent_heads > k.shape[1]
-    if is_repeated:
-        # if several ranks read a head of keys, each of them gets a copy
-        k = _concatenate_shares(k, shares.keys)
-        v = _concatenate_shares(v, shares.keys)
+    rank = mesh.comm(0).rank
+    query_heads = q.shape[1]
+    shares = HeadShares.of(query_heads, k.shape[1], mesh.size())
+    k = _repeat_shared_heads(k, shares.keys)
+    v = _repeat_shared_heads(v, shares.keys)
     key_heads = k.shape[1]
-    move_q = _heads_for_positions(q, heads, shares.queries, layout, mesh=mesh)
-    move_k = _heads_for_positions(k, key_heads, shares.keys, layout, mesh=mesh)
-    move_v = _heads_for_positions(v, key_heads, shares.keys, layout, mesh=mesh)
+    move_q = _positions_to_heads(q, query_heads, shares.queries, layout, mesh=mesh)
+    move_k = _positions_to_heads(k, key_heads, shares.keys, layout, mesh=mesh)
+    move_v = _positions_to_heads(v, key_heads, shares.keys, layout, mesh=mesh)
     with unwatched():
         exchanged = apply(HeadExchange, [move_q, move_k, move_v], q, k, v)
-    # In dim 2 the positions of the ranks follow one another, as after an all-gather.
+    # (batch, own heads, global length, width): in dim 2 the positions of the ranks follow one
+    # another, as after an all-gather.
     q, k, v = [order_gathered(tensor, layout, 2) for tensor in exchanged]
-    rank = mesh.comm(0).rank
     keys_of_queries = shares.keys_of_queries(rank)
     if keys_of_queries is not None:
         # The rank's query heads are not complete groups, so each gets a copy of its head of keys.
@@ -62,31 +80,42 @@ def attend_by_heads(
         k = k.index_select(1, index)
         v = v.index_select(1, index)
     if q.shape[1]:
-        out = rotated_attention(q, k, v, whole)
+        out = rotated_attention(q, k, v, task)
     else:
         # Without heads the result is empty. It depends on q, k and v, so that backward runs the
         # exchanges of their gradients here too.
         out = q @ k.transpose(-1, -2) @ v
-    shards = [layout.shard(out, 2, rank) for rank in range(layout.ranks)]
-    rows = torch.cat(shards, 2)
-    source, target = _heads_for_positions(out, heads, shares.queries, layout, mesh=mesh)
+    # Before the exchange back, dim 2 must again have the positions of one rank after another.
+    shards = [layout.shard(out, 2, holder) for holder in range(layout.ranks)]
+    out_by_rank = torch.cat(shards, 2)
+    move_out = _positions_to_heads(out, query_heads, shares.queries, layout, mesh=mesh)
     with unwatched():
-        (result,) = apply(HeadExchange, [(target, source)], rows)
+        (result,) = apply(HeadExchange, [move_out.inverted()], out_by_rank)
     attended: Tensor = result
     return attended
 
 
-def _concatenate_shares(tensor: Tensor, shares: Sequence[Range]) -> Tensor:
-    """Return the heads of rank after rank; a head that several ranks read is repeated."""
+def _repeat_shared_heads(tensor: Tensor, shares: Sequence[Range]) -> Tensor:
+    """Return the heads of keys for rank after rank; each rank that reads a head gets a copy."""
+    # Example: 2 heads, and the shares 0:1, 0:1, 1:2 and 1:2 of 4 ranks -> the heads 0 0 1 1.
+    sent_heads = sum(stop - start for start, stop in shares)
+    if sent_heads <= tensor.shape[1]:
+        return tensor
     return torch.cat([tensor[:, start:stop] for start, stop in shares], 1)
 
 
-def _heads_for_positions(
+def _positions_to_heads(
     tensor: Tensor, heads: int, shares: Sequence[Range], layout: SequenceLayout, *, mesh: DeviceMesh
-) -> tuple[Spec, Spec]:
-    """Return the specs S(sequence) and S(heads) of a tensor with so many heads.
+) -> HeadMove:
+    """Return the move S(sequence) -> S(heads) of a global tensor (batch, heads, length, width).
 
-    The ranks' positions follow one another.
+    Args:
+        tensor: the local tensor before or after the move; gives batch, width and dtype.
+        heads: number of heads on all ranks.
+        shares: the heads of each rank after the move.
+        layout: the positions of each rank before the move. In the global tensor of the specs they
+            follow one another by rank, so they are not in order.
+        mesh: a mesh with one axis.
     """
     batch = tensor.shape[0]
     width = tensor.shape[-1]
@@ -95,7 +124,7 @@ def _heads_for_positions(
     heads_of_ranks = tuple(stop - start for start, stop in shares)
     by_head = Shard(1, sizes=heads_of_ranks)
     source = Spec(mesh, [by_position], shape, None, dtype=tensor.dtype)
-    return source, source.with_(placements=[by_head])
+    return HeadMove(source, source.with_(placements=[by_head]))
 
 
 class HeadExchange(Function):
@@ -105,21 +134,17 @@ class HeadExchange(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, moves: Moves, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, moves: Sequence[HeadMove], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.moves = moves
         return _exchange(tensors, moves)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        first_order_only(
-            "attention of a sharded sequence cannot be differentiated twice: call backward() "
-            "without create_graph=True"
-        )
-        back = [(target, source) for source, target in ctx.moves]
-        return None, *_exchange(grads, back)
+        first_order_only(FIRST_ORDER)
+        return None, *_exchange(grads, [move.inverted() for move in ctx.moves])
 
 
-def _exchange(tensors: Sequence[Tensor], moves: Moves) -> tuple[Tensor, ...]:
+def _exchange(tensors: Sequence[Tensor], moves: Sequence[HeadMove]) -> tuple[Tensor, ...]:
     with purpose("attention: exchange heads for positions"):
-        pending = redistribute_shards([tensor.contiguous() for tensor in tensors], moves)
-        return tuple(pending.wait())
+        in_flight = redistribute_shards([tensor.contiguous() for tensor in tensors], moves)
+        return tuple(in_flight.wait())
