@@ -1,4 +1,4 @@
-"""Covers: {parallel_attention,argument_checks,context_options,block_attention,ulysses}.py."""
+"""Covers: {parallel_attention,argument_checks,context_options,block_attention,rotations,ulysses}.py."""
 
 from __future__ import annotations
 

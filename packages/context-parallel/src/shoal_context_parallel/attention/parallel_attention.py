@@ -20,7 +20,7 @@ from ..context_options import ContextOptions, Method
 from ..sequence_layout import AttentionMask, Documents, SequenceLayout
 from .argument_checks import QKV, check_attention, comm_of_one_axis
 from .attention_kernels import BlockKernel, kernel_of
-from .block_attention import Task, rotated_attention
+from .block_attention import AttentionTask, rotated_attention
 from .ulysses import attend_by_heads
 
 
@@ -126,12 +126,12 @@ def sharded_attention(  # noqa: PLR0913  # arguments of scaled_dot_product_atten
         # After the exchange of heads each rank holds the whole sequence: a ring of one block, which
         # sends nothing.
         whole_sequence = SequenceLayout.contiguous(layout.length, 1)
-        task = Task(whole_sequence, comm, mask, kernel, rotation="ring", batch=q.shape[0])
+        task = AttentionTask(whole_sequence, comm, mask, kernel, rotation="ring", batch=q.shape[0])
         out = attend_by_heads(q, k, v, task, layout=layout, mesh=mesh)
     else:
         # On one rank the ring sends nothing, and needs no copy of the keys.
         rotation = options.method if comm.size > 1 else "ring"
-        task = Task(layout, comm, mask, kernel, rotation=rotation, batch=q.shape[0])
+        task = AttentionTask(layout, comm, mask, kernel, rotation=rotation, batch=q.shape[0])
         out = rotated_attention(q, k, v, task)
     return out.reshape(*query.shape[:-1], value.shape[-1])
 

@@ -23,7 +23,7 @@ from shoal_dtensor.internal import apply, first_order_only, redistribute_shards,
 from shoal_mesh import DeviceMesh, purpose
 
 from ..sequence_layout import Range, SequenceLayout, order_gathered
-from .block_attention import FIRST_ORDER, Task, rotated_attention
+from .block_attention import FIRST_ORDER, AttentionTask, rotated_attention
 from .head_shares import HeadShares
 
 
@@ -44,7 +44,7 @@ class HeadMove(NamedTuple):
 
 
 def attend_by_heads(
-    q: Tensor, k: Tensor, v: Tensor, task: Task, layout: SequenceLayout, mesh: DeviceMesh
+    q: Tensor, k: Tensor, v: Tensor, task: AttentionTask, layout: SequenceLayout, mesh: DeviceMesh
 ) -> Tensor:
     """Compute attention of this rank's heads over the whole sequence (Ulysses).
 
