@@ -1,6 +1,6 @@
 """Attention of transformers' models that no mode of torch observes, in a block; on real gloo ranks.
 
-Covers: shoal_context_parallel/models_of_transformers.py, shoal_context_parallel/interceptions.py.
+Covers: interceptions/.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shoal_context_parallel import Documents, UnsupportedAttentionError
-from shoal_context_parallel.position_mask import PositionMask, chunks_as_documents
+from shoal_context_parallel.interceptions.position_mask import PositionMask, chunks_as_documents
 from shoal_context_parallel.sequence_layout import AttentionMask
 
 RULE = AttentionMask(causal=True, window=(3, None))

@@ -4,8 +4,7 @@ Inside the block a buffer has this rank's positions of the sequence, and `Routed
 attention: queries at these positions see the keys of all ranks. When the block ends, the buffers
 get their old contents.
 
-May import: attention, context_options, errors, interceptions, position_mask, positions,
-sequence_layout.
+May import: attention, context_options, errors, interceptions, positions, sequence_layout.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ from .attention.argument_checks import QKV, check_attention, comm_of_one_axis
 from .attention.parallel_attention import sharded_attention
 from .context_options import ContextOptions, Method
 from .errors import UnsupportedAttentionError
-from .interceptions import Interceptions
-from .position_mask import PositionMask
+from .interceptions.interceptions import Interceptions
+from .interceptions.position_mask import PositionMask
 from .positions.followed_positions import UNFOLLOWED_RESULTS, FollowedPositions, followed_positions
 from .sequence_layout import AttentionMask, Documents, SequenceLayout, layout_named, order_gathered
 
@@ -418,10 +417,9 @@ class RoutedAttention(ReplacedAttention):
         self._refusal = self._refusal or error
 
     @contextmanager
-    def ruled(self, rule: AttentionMask) -> Iterator[None]:
-        """Add a mask to the options' mask inside the block."""
+    def adding_mask(self, mask: AttentionMask) -> Iterator[None]:
         before = self._rule
-        self._rule = rule
+        self._rule = mask
         try:
             yield
         finally:

@@ -1,6 +1,6 @@
 """`Interceptions`: replacements for attention that no mode of torch observes, in active blocks.
 
-May import: _torch, flex, models_of_transformers.
+May import: active_block, flex, models_of_transformers.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ._torch import redirect_flex_attention
+from .._torch import redirect_flex_attention
+from .active_block import ActiveBlock
 from .flex import attend_by_flex
-from .models_of_transformers import ActiveBlock, change_registries
+from .models_of_transformers import change_registries
 
 
 class Interceptions:

@@ -2,8 +2,6 @@
 
 The keys and values of all ranks are gathered in the order of their positions. The user's functions
 get global positions, so they are the same as without sharding.
-
-May import: context_options, errors, sequence_layout.
 """
 
 from __future__ import annotations
@@ -19,9 +17,9 @@ from shoal_dtensor import DTensor
 from shoal_dtensor.internal import unwatched
 from shoal_mesh import Comm, differentiable
 
-from .context_options import ContextOptions
-from .errors import UnsupportedAttentionError
-from .sequence_layout import AttentionMask, SequenceLayout, order_gathered
+from ..context_options import ContextOptions
+from ..errors import UnsupportedAttentionError
+from ..sequence_layout import AttentionMask, SequenceLayout, order_gathered
 
 MaskFunction = Callable[..., Any]
 

@@ -1,7 +1,4 @@
-"""`PositionMask`: an attention mask by positions, in place of a tensor of queries times keys.
-
-May import: _torch, errors, sequence_layout.
-"""
+"""`PositionMask`: an attention mask by positions, in place of a tensor of queries times keys."""
 
 from __future__ import annotations
 
@@ -11,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._torch import without_torch_function
-from .errors import UnsupportedAttentionError
-from .sequence_layout import AttentionMask, Documents
+from .._torch import without_torch_function
+from ..errors import UnsupportedAttentionError
+from ..sequence_layout import AttentionMask, Documents
 
 # Attributes that do not depend on elements.
 _SHAPE_QUERIES = (
