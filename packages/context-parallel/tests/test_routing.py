@@ -1,4 +1,4 @@
-"""Covers: buffers.py: attention that is routed inside of a block."""
+"""Covers: {routed_attention,dtensor_arguments}.py: attention that is routed inside of a block."""
 
 from __future__ import annotations
 

@@ -44,14 +44,14 @@ class ContextOptions:
         # The constructor raises LayoutError if the window is wrong.
         AttentionMask(window=self.window)
 
-    def also(self, mask: AttentionMask) -> ContextOptions:
-        """Return these options combined with another mask.
+    def with_mask(self, mask: AttentionMask) -> ContextOptions:
+        """Return these options with the window and the documents of another mask added.
 
-        Documents of the mask take the place of the options' documents.
+        Documents of the mask take the place of the options' documents, which the mask contains.
         """
         left, right = self.window
-        other_left, other_right = mask.window
-        window = (_smaller(left, other_left), _smaller(right, other_right))
+        mask_left, mask_right = mask.window
+        window = (_smaller_bound(left, mask_left), _smaller_bound(right, mask_right))
         documents = self.documents if mask.documents is None else mask.documents
         return replace(self, window=window, documents=documents)
 
@@ -81,7 +81,7 @@ class ContextOptions:
         return layout
 
 
-def _smaller(bound: int | None, other: int | None) -> int | None:
+def _smaller_bound(bound: int | None, other: int | None) -> int | None:
     """Return the smaller of two bounds; None means unbounded."""
     if bound is None or other is None:
         return other if bound is None else bound

@@ -9,7 +9,8 @@ The queries, keys and values of the last line are DTensors that are sharded alon
 Their shards have the positions of the layout with which `context_parallel_shard` has sharded the
 inputs.
 
-May import: attention, buffers, context_options, errors, sequence_layout.
+May import: attention, buffers, context_options, dtensor_arguments, errors, routed_attention,
+sequence_layout.
 """
 
 from __future__ import annotations
@@ -33,20 +34,21 @@ from shoal_dtensor.internal import (
 from shoal_mesh import DeviceMesh
 
 from .attention.argument_checks import comm_of_one_axis
-from .buffers import (
-    RoutedAttention,
-    are_alike,
-    default_method,
-    keeps_positions,
+from .buffers import default_method
+from .context_options import ContextOptions
+from .dtensor_arguments import (
+    are_placed_alike,
+    keeps_sequences_whole,
     local_shard,
+    specs_of,
     wrap_like,
 )
-from .context_options import ContextOptions
 from .errors import UnsupportedAttentionError
+from .routed_attention import RoutedAttention
 from .sequence_layout import SequenceLayout
 
-# The attention of each axis along which inputs were sharded, with the latest layout of its inputs.
-_attention: dict[DeviceMesh, RoutedAttention] = {}
+# By the axis along which inputs were sharded: its attention, with the latest layout of its inputs.
+_attention_of_axes: dict[DeviceMesh, RoutedAttention] = {}
 
 
 def head_tail_layout(
@@ -101,10 +103,8 @@ def context_parallel_shard(
     comm = comm_of_one_axis(mesh)
     tensors, structure = pytree.tree_flatten(buffers)
     dims, structure_of_dims = pytree.tree_flatten(seq_dims)
-    is_alike = len(dims) == len(tensors) and isinstance(buffers, Mapping) == isinstance(
-        seq_dims, Mapping
-    )
-    if not is_alike:
+    are_of_one_kind = isinstance(buffers, Mapping) == isinstance(seq_dims, Mapping)
+    if len(dims) != len(tensors) or not are_of_one_kind:
         raise LayoutError(
             "context_parallel_shard: seq_dims must have one entry for each buffer, in a container "
             f"like buffers; got {structure_of_dims} for {structure}"
@@ -132,7 +132,7 @@ def context_parallel_shard(
             f"{comm.size}"
         )
     shards = [layout.shard(x, dim, comm.rank) for x, dim in zip(tensors, dims, strict=True)]
-    _attention[mesh] = RoutedAttention(mesh, ContextOptions(default_method(), layout))
+    _attention_of_axes[mesh] = RoutedAttention(mesh, ContextOptions(default_method(), layout))
     return pytree.tree_unflatten(shards, structure)
 
 
@@ -159,18 +159,18 @@ def disable_context_parallel_dispatcher() -> None:
         >>> disable_context_parallel_dispatcher()
     """
     restore_function(functional.scaled_dot_product_attention)
-    _attention.clear()
+    _attention_of_axes.clear()
 
 
 class _SequenceAxis(NamedTuple):
     """The axis of a spec that shards the sequence.
 
     Attributes:
-        place: its index in the mesh.
+        number: its index in the mesh of the spec.
         mesh: the axis as a mesh.
     """
 
-    place: int
+    number: int
     mesh: DeviceMesh
 
 
@@ -178,22 +178,26 @@ def _attend(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute attention of DTensors; it takes the place of `scaled_dot_product_attention`."""
     axis = _sequence_axis_of(query)
     if axis is None:
+        # torch's function, by the rules of operators on DTensors
         arguments = (query, key, value, *args)
         function = functional.scaled_dot_product_attention
         return run_function(function, (DTensor,), arguments, kwargs)
-    routed = _attention.get(axis.mesh)
+    routed = _attention_of_axes.get(axis.mesh)
     if routed is None:
         raise LayoutError(
             f"attention of DTensors that are sharded along the sequence on {axis.mesh}, but "
             "context_parallel_shard was not called with this axis, so their positions are unknown; "
             "shard the inputs of the model with it first"
         )
-    specs = [x.spec if isinstance(x, DTensor) else None for x in (query, key, value)]
+    specs = specs_of((query, key, value))
     spec: Spec = query.spec
-    placements = [*spec.placements]
-    del placements[axis.place]
-    keep = all(keeps_positions(spec, placement, len(spec.shape) - 2) for placement in placements)
-    if not are_alike(specs) or not keep:
+    sequence_dim = len(spec.shape) - 2
+    are_sequences_whole = all(
+        keeps_sequences_whole(spec, placement, sequence_dim)
+        for index, placement in enumerate(spec.placements)
+        if index != axis.number
+    )
+    if not are_placed_alike(specs) or not are_sequences_whole:
         raise LayoutError(
             "attention of a sharded sequence: query, key and value must be DTensors of one layout, "
             "and on other axes replicated or sharded by batch or heads; got "

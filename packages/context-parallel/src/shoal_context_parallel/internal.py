@@ -2,9 +2,9 @@
 
 These names may change with any release; all packages are released together.
 
-May import: _torch, buffers, context_options.
+May import: _torch, context_options, routed_attention.
 """
 
 from ._torch import flash_attention as flash_attention
-from .buffers import RoutedAttention as RoutedAttention
 from .context_options import ContextOptions as ContextOptions, Method as Method
+from .routed_attention import RoutedAttention as RoutedAttention
