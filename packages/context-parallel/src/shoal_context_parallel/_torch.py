@@ -14,15 +14,24 @@ from torch.nn import functional
 disable_dynamo: Callable[..., Any] = _disable_dynamo
 # Context manager: functions of torch skip `__torch_function__` of subclasses of `Tensor`.
 without_torch_function: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
+# A mask that is added to the scores; None for none.
 Mask = Tensor | None
+# The output (batch, heads, queries, width), and the log-sum-exp of the scores of each query (batch,
+# heads, queries).
 Outputs = tuple[Tensor, Tensor]
+
+# --- kernels of attention -------------------------------------------------------------------------
+
 # The kernels below compute attention of tensors (batch, heads, length, width), none of them empty.
+#
 # A forward takes queries, keys and values, whether it is causal (then there are as many queries as
-# keys), the mask that is added to the scores, and the factor of the scores. It returns the output
-# and the log-sum-exp of each row. A backward takes six tensors in this order: the gradient of the
-# output, the queries, keys and values, the output, and the log-sums. The keys may be a part of a
-# longer sequence. The output and the log-sums are then the results for the whole sequence.
+# keys), the mask that is added to the scores, and the factor of the scores.
+#
+# A backward takes six tensors in this order: the gradient of the output, the queries, keys and
+# values, the output, and the log-sums. The keys may be a part of a longer sequence. The output and
+# the log-sums are then the results for the whole sequence.
 _aten = torch.ops.aten
+_NO_DROPOUT = 0.0
 
 
 class Gradients(NamedTuple):
@@ -38,7 +47,7 @@ def flash_attention(
 ) -> Outputs:
     """Return output and log-sum-exp of torch's CPU kernel."""
     op = _aten._scaled_dot_product_flash_attention_for_cpu.default
-    out, lse = op(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+    out, lse = op(q, k, v, _NO_DROPOUT, causal, attn_mask=mask, scale=scale)
     return out, lse
 
 
@@ -48,7 +57,7 @@ def flash_attention_backward(*tensors: Tensor, causal: bool, mask: Mask, scale: 
     The tensors are the gradient of the output, q, k, v, the output, and the log-sums.
     """
     op = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    dq, dk, dv = op(*tensors, 0.0, causal, attn_mask=mask, scale=scale)
+    dq, dk, dv = op(*tensors, _NO_DROPOUT, causal, attn_mask=mask, scale=scale)
     return Gradients(dq, dk, dv)
 
 
@@ -57,7 +66,7 @@ def cuda_flash_attention(
 ) -> Outputs:
     """Return output and log-sum-exp of the CUDA flash kernel, which takes no mask."""
     out, lse, *_ = _aten._scaled_dot_product_flash_attention.default(
-        q, k, v, 0.0, causal, scale=scale
+        q, k, v, _NO_DROPOUT, causal, scale=scale
     )
     return out, lse
 
@@ -71,12 +80,12 @@ def cuda_flash_attention_backward(
     """
     grad, q, k, v, out, lse = tensors
     op = _aten._scaled_dot_product_flash_attention_backward.default
-    # No cumulative lengths, because all sequences have one length. Without dropout, the random
-    # state is not read.
-    no_lengths = (None, None)
-    most_queries_and_keys = (q.shape[-2], k.shape[-2])
-    inputs = (grad, q, k, v, out, lse.contiguous(), *no_lengths, *most_queries_and_keys)
-    dq, dk, dv = op(*inputs, 0.0, causal, *_no_random_state(lse), scale=scale)
+    # No cumulative lengths of queries and keys, because all sequences have one length. Instead the
+    # kernel gets the largest length of each. Without dropout, the random state is not read.
+    no_cumulative_lengths = (None, None)
+    largest_lengths = (q.shape[-2], k.shape[-2])
+    inputs = (grad, q, k, v, out, lse.contiguous(), *no_cumulative_lengths, *largest_lengths)
+    dq, dk, dv = op(*inputs, _NO_DROPOUT, causal, *_no_random_state(lse), scale=scale)
     return Gradients(dq, dk, dv)
 
 
@@ -85,9 +94,9 @@ def efficient_attention(
 ) -> Outputs:
     """Return output and log-sum-exp of the memory-efficient CUDA kernel."""
     op = _aten._scaled_dot_product_efficient_attention.default
-    # True: also compute the log-sums. 0.0: no dropout.
-    out, lse, *_ = op(q, k, v, _expand_mask(mask, q), True, 0.0, causal, scale=scale)
-    # the kernel pads the log-sums to a multiple of 32 rows
+    # True: also compute the log-sums.
+    out, lse, *_ = op(q, k, v, _expand_mask(mask, q), True, _NO_DROPOUT, causal, scale=scale)
+    # The kernel pads the log-sums to a multiple of 32 rows.
     return out, lse.narrow(-1, 0, q.shape[-2])
 
 
@@ -102,9 +111,10 @@ def efficient_attention_backward(
     lse = functional.pad(lse.contiguous(), (0, missing_rows), value=torch.inf)
     aligned_mask = _expand_mask(mask, q)
     inputs = (grad, q, k, v, aligned_mask, out, lse, *_no_random_state(lse))
+    # of the queries, keys, values and mask
     needs_grads = [True, True, True, False]
     op = _aten._scaled_dot_product_efficient_attention_backward.default
-    dq, dk, dv, _ = op(*inputs, 0.0, needs_grads, causal, scale=scale)
+    dq, dk, dv, _ = op(*inputs, _NO_DROPOUT, needs_grads, causal, scale=scale)
     return Gradients(dq, dk, dv)
 
 
@@ -126,6 +136,7 @@ def _expand_mask(mask: Mask, q: Tensor) -> Mask:
 
 def _no_random_state(like: Tensor) -> tuple[Tensor, Tensor]:
     """Return a seed and an offset for a kernel without dropout."""
+    # shapes and dtypes of the CUDA kernels; the elements are not read
     seed = like.new_empty(2, dtype=torch.uint64)
     offset = like.new_empty((), dtype=torch.uint64)
     return seed, offset
@@ -134,18 +145,24 @@ def _no_random_state(like: Tensor) -> tuple[Tensor, Tensor]:
 def can_use(kernel: str, q: Tensor, v: Tensor) -> bool:
     """Tell whether torch uses a CUDA kernel on this device and under `sdpa_kernel`.
 
-    The kernel is "flash" or "efficient".
+    Args:
+        kernel: "flash" or "efficient".
+        q: queries; keys have their shape.
+        v: values.
     """
     cuda: Any = torch.backends.cuda
-    # The keys have the width of the queries, so `q` stands for both. The rest is: no mask, no
-    # dropout, not causal, no grouped heads. `AttentionKernel.takes` checks the mask itself.
-    parameters = cuda.SDPAParams(q, q, v, None, 0.0, False, False)
+    # `q` also stands for the keys. `AttentionKernel.takes` checks the mask itself.
+    no_mask = None
+    is_causal = False
+    enable_gqa = False
+    parameters = cuda.SDPAParams(q, q, v, no_mask, _NO_DROPOUT, is_causal, enable_gqa)
     is_usable = getattr(cuda, f"can_use_{kernel}_attention")
     return bool(is_usable(parameters))
 
 
 # --- flex_attention -------------------------------------------------------------------------------
 
+# The global name in torch's module under which the redirected function finds its replacement.
 _HANDLER = "_shoal_attention"
 
 
@@ -158,7 +175,8 @@ def redirect_flex_attention(
     import the function by name, so replacing the name in torch's module is not enough. Therefore
     the function object itself gets another code object, which every reference to the function runs.
     """
-    from torch.nn.attention.flex_attention import flex_attention  # takes 0.1 s to import
+    # imported here because it takes 0.1 s
+    from torch.nn.attention.flex_attention import flex_attention
 
     function: Any = flex_attention
     code = function.__code__
@@ -175,7 +193,8 @@ def redirect_flex_attention(
     # the global names of torch's module. Therefore `call` is stored there, under the name
     # `_HANDLER`.
     def redirected(*args: Any, **kwargs: Any) -> Any:
-        return _shoal_attention(args, kwargs)  # type: ignore[name-defined]  # noqa: F821  # a global of torch's module
+        # `_shoal_attention`, the value of `_HANDLER`, is a global name of torch's module.
+        return _shoal_attention(args, kwargs)  # type: ignore[name-defined] # noqa: F821 # as above
 
     function.__globals__[_HANDLER] = call
     function.__defaults__ = None

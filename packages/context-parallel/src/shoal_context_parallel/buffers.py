@@ -31,8 +31,9 @@ from .errors import UnsupportedAttentionError
 from .routed_attention import RoutedAttention, active_block
 from .sequence_layout import Documents, SequenceLayout, layout_named, order_gathered
 
+# torch's names of methods, and the names in this package
 _ROTATE_METHODS: dict[str, Method] = {"allgather": "allgather", "alltoall": "ring"}
-# a list of one element, which `set_rotate_method` replaces
+# A list of one element, which `set_rotate_method` replaces.
 _default_method: list[Method] = ["allgather"]
 
 
@@ -82,9 +83,10 @@ def context_parallel(  # noqa: PLR0913  # torch's arguments, and options of the 
     Example:
         >>> from shoal_mesh import init_device_mesh
         >>> from shoal_mesh.testing import fake_world
+        >>> tokens = torch.arange(16).view(1, 16)
         >>> with fake_world(4):
-        ...     tokens = torch.arange(16).view(1, 16)
-        ...     with context_parallel(init_device_mesh("cpu", (4,)), buffers=[tokens], buffer_seq_dims=[1]):
+        ...     mesh = init_device_mesh("cpu", (4,))
+        ...     with context_parallel(mesh, buffers=[tokens], buffer_seq_dims=[1]):
         ...         print(tokens)
         tensor([[ 0,  1, 14, 15]])
         >>> tokens.shape
@@ -92,8 +94,8 @@ def context_parallel(  # noqa: PLR0913  # torch's arguments, and options of the 
     """
     comm = comm_of_one_axis(mesh)
     unrestored = no_restore_buffers or set()
-    sequences = _sequences("context_parallel", buffers, buffer_seq_dims)
-    _check(sequences, unrestored)
+    sequences = _with_sequence_dims("context_parallel", buffers, buffer_seq_dims)
+    _check_buffers(sequences, unrestored)
     options = ContextOptions(method or _default_method[0], layout, window, documents)
     known_layout: SequenceLayout | None = None
     if isinstance(layout, SequenceLayout):
@@ -114,25 +116,39 @@ def context_parallel(  # noqa: PLR0913  # torch's arguments, and options of the 
 
 @contextmanager
 def _swap_contents(
-    contents: Sequence[tuple[Tensor, Tensor]], unrestored: set[Tensor]
+    buffers_and_shards: Sequence[tuple[Tensor, Tensor]], unrestored: set[Tensor]
 ) -> Iterator[None]:
-    """Replace the contents of buffers; restore all of them that are not in `unrestored`."""
-    with ExitStack() as after:
-        for buffer, shard in contents:
+    """Replace the contents of buffers by their shards inside this scope.
+
+    Afterwards the buffers that are not in `unrestored` get their contents back.
+    """
+    with ExitStack() as restoring:
+        for buffer, shard in buffers_and_shards:
+            # By identity, because `in` would compare the elements of tensors in a list.
             if not any(buffer is other for other in unrestored):
-                after.callback(_replace, buffer, buffer.data)
-            _replace(buffer, shard)
+                restoring.callback(_set_contents, buffer, buffer.data)
+            _set_contents(buffer, shard)
         yield
 
 
-def _replace(buffer: Tensor, contents: Tensor) -> None:
-    """Give a tensor other contents, of another shape; a backward that saved it detects this."""
+def _set_contents(buffer: Tensor, contents: Tensor) -> None:
+    """Give a tensor other contents, of another shape.
+
+    Autograd does not notice this by itself. The new version makes a backward that has saved the
+    tensor raise an error.
+    """
     buffer.data = contents
     torch.autograd.graph.increment_version(buffer)
 
 
-def _sequences(call: str, buffers: Any, dims: Any) -> list[tuple[Tensor, int]]:
-    """Return each buffer with its sequence dim."""
+def _with_sequence_dims(call: str, buffers: Any, dims: Any) -> list[tuple[Tensor, int]]:
+    """Return each buffer with its sequence dim; raise if they are not lists of one length.
+
+    Args:
+        call: the name of the called function, for errors.
+        buffers: tensors, or None.
+        dims: their sequence dims, or None.
+    """
     buffers = [] if buffers is None else buffers
     dims = [] if dims is None else dims
     require_each(buffers, Tensor, f"{call}: buffers is a list of Tensor", LayoutTypeError)
@@ -145,7 +161,7 @@ def _sequences(call: str, buffers: Any, dims: Any) -> list[tuple[Tensor, int]]:
     return list(zip(buffers, dims, strict=True))
 
 
-def _check(sequences: Sequence[tuple[Tensor, int]], unrestored: set[Tensor]) -> None:
+def _check_buffers(sequences: Sequence[tuple[Tensor, int]], unrestored: set[Tensor]) -> None:
     """Refuse buffers that cannot be sharded along one sequence."""
     buffer_ids = {id(buffer) for buffer, _ in sequences}
     if any(id(buffer) not in buffer_ids for buffer in unrestored):
@@ -190,7 +206,7 @@ def context_parallel_unshard(
 
     Args:
         mesh: a mesh with one axis.
-        buffers: this rank's shards; all of the same positions.
+        buffers: this rank's shards; all of the same sequence length.
         seq_dims: the dim of each buffer that is the sequence.
         load_balancer: the layout of the sequence, under torch's name for this argument. If left
             out, it is the layout of the `context_parallel` block around the call, or the default
@@ -207,22 +223,22 @@ def context_parallel_unshard(
         [tensor([0, 1, 2])]
     """
     comm = comm_of_one_axis(mesh)
-    sequences = _sequences("context_parallel_unshard", buffers, seq_dims)
+    sequences = _with_sequence_dims("context_parallel_unshard", buffers, seq_dims)
     if not sequences:
         return []
     lengths = [shard.shape[dim] for shard, dim in sequences]
     # The lengths are a tensor of one row, so that the gathered tensor has one row per rank.
     # `upload` copies them to the device from which the backend sends numbers, the CPU if possible.
-    sent = upload([lengths], device_of_numbers(comm, buffers[0].device))
-    lengths_of_ranks = all_gather(sent, comm).tolist()
+    row_of_lengths = upload([lengths], device_of_numbers(comm, buffers[0].device))
+    lengths_of_ranks = all_gather(row_of_lengths, comm).tolist()
     layout = load_balancer
     if layout is None:
-        total = sum(row[0] for row in lengths_of_ranks)
+        total = sum(lengths[0] for lengths in lengths_of_ranks)
         layout = _layout_of_block(total, comm.size)
-    wanted = [[size] * len(sequences) for size in layout.sizes]
-    if lengths_of_ranks != wanted:
+    expected_lengths = [[size] * len(sequences) for size in layout.sizes]
+    if lengths_of_ranks != expected_lengths:
         # For the message: one length per rank, or all lengths of a rank if its buffers differ.
-        held = [row[0] if len(set(row)) == 1 else row for row in lengths_of_ranks]
+        held = [lengths[0] if len(set(lengths)) == 1 else lengths for lengths in lengths_of_ranks]
         raise LayoutError(
             f"context_parallel_unshard: the ranks hold {held} positions, but shards of this "
             f"layout have {list(layout.sizes)}; pass the layout that sharded the buffers as "

@@ -1,4 +1,4 @@
-"""Error of the context-parallel layer alone; its siblings' shared errors are in `shoal_dtensor`."""
+"""The error of this package alone; errors that packages share are in `shoal_dtensor.errors`."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from shoal_dtensor.errors import StyleError
 class UnsupportedAttentionError(StyleError, NotImplementedError):
     """An attention, or another function across positions, that a sharded sequence does not support.
 
-    The message names the supported cases.
+    The message names a way that is supported.
     """

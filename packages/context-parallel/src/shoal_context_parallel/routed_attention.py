@@ -226,8 +226,9 @@ class RoutedAttention(ReplacedAttention):
             failures = all_gather(failed, self.comm)
             failed_ranks = failures.nonzero().flatten().tolist()
         if failed_ranks:
+            axis = "x".join(self.comm.axes)
             raise failure or LayoutError(
-                f"attention of a sharded sequence: ranks {failed_ranks} along {'x'.join(self.comm.axes)} "
+                f"attention of a sharded sequence: ranks {failed_ranks} along {axis} "
                 "were called with invalid arguments; see the errors that those ranks raised. No "
                 "keys or values were sent"
             )

@@ -1,4 +1,4 @@
-"""`check_attention`: the arguments of attention on a sharded sequence, checked before any message."""
+"""`check_attention`: checks of the arguments of attention, before any message is sent."""
 
 from __future__ import annotations
 

@@ -223,8 +223,8 @@ class BlockKernel:
             k = _expand_heads(k, q)
             v = _expand_heads(v, q)
         out, lse = kernel.forward(q, k, v, causal, mask=mask, scale=self.scale)
-        # A row of the user's mask may allow no key of this tile. Kernels do not agree on the results
-        # of such a row, so they are set here. A window never leaves a query of a tile without a key.
+        # A row of the user's mask may allow no key of this tile. Kernels do not agree on its
+        # results, so they are set here. A window leaves no query of a tile without a key.
         if self.attn_mask is not None and mask is not None:
             reads_no_key = mask.amax(-1) == -torch.inf
             out = out.masked_fill(reads_no_key.unsqueeze(-1), 0)

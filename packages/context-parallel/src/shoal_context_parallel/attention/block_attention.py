@@ -3,9 +3,9 @@
 q, k, v: S(sequence) -> S(sequence). Only the rank's own tensors are saved for backward; blocks are
 sent again in backward.
 
-A block is one flat tensor with the keys, then the values, of one rank. `rotations` brings the blocks
-of all ranks to this rank. Each block contributes a part of the softmax, which `merge` adds to the
-result.
+A block is one flat tensor with the keys, then the values, of one rank. `rotations` brings the
+blocks of all ranks to this rank. Each block contributes a part of the softmax, which `merge` adds
+to the result.
 
 Tensors are folded: queries are (n, group, length, width) and keys (n, 1, length, width). n counts
 batch rows times heads of keys, and `group` query heads share a head of keys.
@@ -87,11 +87,11 @@ class AttentionTask:
         return self.comm.rank if self.layout.ranks > 1 else 0
 
     def queries_of(self, tile: Tile, folded: Tensor) -> Tensor:
-        """Return a tile's queries of (n, group, local length, width), or of outputs or gradients."""
+        """Return a tile's queries, outputs or gradients of (n, group, local length, width)."""
         return self._rows_of(tile, folded)[..., tile.queries, :]
 
     def keys_of(self, tile: Tile, folded: Tensor) -> Tensor:
-        """Return a tile's keys of (n, 1, block length, width), or of values or gradients."""
+        """Return a tile's keys, values or gradients of (n, 1, block length, width)."""
         return self._rows_of(tile, folded)[..., tile.keys, :]
 
     def log_sums_of(self, tile: Tile, folded: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from ..context_options import ContextOptions
 from ..errors import UnsupportedAttentionError
 from ..sequence_layout import AttentionMask, SequenceLayout, order_gathered
 
+# Function of batch row, head, and indices of query and key, or without the head.
 MaskFunction = Callable[..., Any]
 
 
@@ -31,9 +32,11 @@ def gather_keys(
 
     Their gradients are summed over the ranks.
     """
+    # keys and values side by side, so that one collective gathers both
     both = torch.cat([key, value], -1).contiguous()
+    sequence_dim = both.ndim - 2
     with unwatched():
-        gathered = differentiable.all_gather_v(both, comm, layout.sizes, both.ndim - 2)
+        gathered = differentiable.all_gather_v(both, comm, layout.sizes, sequence_dim)
     whole = order_gathered(gathered, layout, -2)
     widths = [key.shape[-1], value.shape[-1]]
     keys, values = torch.split_with_sizes(whole, widths, -1)
@@ -52,8 +55,16 @@ def attend_by_flex(
     Functions of the call get global indices of queries and keys. A mask of this rank's rows and all
     columns is used unchanged.
 
+    Args:
+        original: torch's function.
+        comm: the communicator along the axis of the sequence.
+        options: the options of the block.
+        args: the arguments of the call.
+        kwargs: its keyword arguments.
+
     Raises:
-        UnsupportedAttentionError: DTensors, or a mask that reads tensors of this rank's positions.
+        UnsupportedAttentionError: if a tensor is a DTensor, or if the mask reads tensors of this
+            rank's positions.
     """
     bound = inspect.signature(original).bind(*args, **kwargs)
     call = bound.arguments
@@ -74,15 +85,18 @@ def attend_by_flex(
     call["block_mask"] = _mask_of_rows(mask, query, positions, layout, options=options)
     score = call.get("score_mod")
     if score is not None:
-        call["score_mod"] = _by_position(score, positions)
+        call["score_mod"] = _score_by_position(score, positions)
     return original(*bound.args, **bound.kwargs)
 
 
-def _by_position(score: MaskFunction, positions: Tensor) -> MaskFunction:
-    last = len(positions) - 1
+def _score_by_position(score: MaskFunction, positions: Tensor) -> MaskFunction:
+    """Return a function of local query indices for a score function of global positions."""
+    last_row = len(positions) - 1
 
     def score_by_position(value: Any, row: Any, head: Any, query: Any, key: Any) -> Any:
-        return score(value, row, head, positions[query.clamp(max=last)], key)
+        # Blocks also have indices after the last query.
+        position = positions[query.clamp(max=last_row)]
+        return score(value, row, head, position, key)
 
     return score_by_position
 
@@ -90,44 +104,53 @@ def _by_position(score: MaskFunction, positions: Tensor) -> MaskFunction:
 def _mask_of_rows(
     mask: Any, query: Tensor, positions: Tensor, layout: SequenceLayout, options: ContextOptions
 ) -> Any:
-    """Return the mask of this rank's rows and all columns; None if there is nothing to mask."""
-    # imported here because it takes 0.1 s
+    """Return the mask of this rank's rows and all columns; None if there is nothing to mask.
+
+    Args:
+        mask: the block mask of the call, or None. Its rows are this rank's queries, or the whole
+            sequence.
+        query: this rank's queries (batch, heads, local length, width).
+        positions: their global positions.
+        layout: the positions of all ranks.
+        options: the options of the block, whose window and documents are added.
+    """  # imported here because it takes 0.1 s
     from torch.nn.attention.flex_attention import create_block_mask
 
-    rule = AttentionMask(window=options.window, documents=options.documents)
-    is_bounded = rule != AttentionMask()
-    if mask is None and not is_bounded:
+    options_mask = AttentionMask(window=options.window, documents=options.documents)
+    has_options_mask = options_mask != AttentionMask()
+    if mask is None and not has_options_mask:
         return None
     rows = query.shape[-2]
     is_sharded = rows != layout.length
     has_own_rows = False
     if is_sharded and mask is not None:
         has_own_rows = mask.shape[-2:] == (rows, layout.length)
-    if has_own_rows and not is_bounded:
+    if has_own_rows and not has_options_mask:
         return mask
-    by_rule = function_of(rule, query.device)
+    allows_by_options = function_of(options_mask, query.device)
     last_row = len(positions) - 1
     last_column = layout.length - 1
 
     def mask_by_position(row: Any, head: Any, query: Any, key: Any) -> Any:
-        # blocks also have indices after the last query and the last key
+        # Blocks also have indices after the last query and the last key.
         query = query.clamp(max=last_row)
         key = key.clamp(max=last_column)
         position = positions[query]
-        allowed = by_rule(row, position, key)
+        allowed = allows_by_options(row, position, key)
         if mask is None:
             return allowed
         mask_row = query if has_own_rows else position
         return allowed & mask.mask_mod(row, head, mask_row, key)
 
+    # None: one mask for all batch rows, or for all heads.
     batch_rows: int | None = None
     heads: int | None = None
-    sizes = {}
+    block_size = {}
     if mask is not None:
         mask_rows, mask_heads = mask.shape[:2]
         batch_rows = mask_rows if mask_rows > 1 else None
         heads = mask_heads if mask_heads > 1 else None
-        sizes = {"BLOCK_SIZE": mask.BLOCK_SIZE}
+        block_size = {"BLOCK_SIZE": mask.BLOCK_SIZE}
     documents = options.documents
     if documents is not None and len(documents.rows) > 1:
         batch_rows = query.shape[0]
@@ -139,7 +162,7 @@ def _mask_of_rows(
             Q_LEN=rows,
             KV_LEN=layout.length,
             device=str(query.device),
-            **sizes,
+            **block_size,
         )
     except IndexError as error:
         raise UnsupportedAttentionError(
@@ -150,7 +173,10 @@ def _mask_of_rows(
 
 
 def function_of(rule: AttentionMask, device: torch.device) -> MaskFunction:
-    """Return a mask as a function of batch row and global positions of query and key."""
+    """Return a mask as a function of batch row and global positions of query and key.
+
+    Its arguments and its result are tensors of indices and of bools, which broadcast.
+    """
     left, right = rule.reach
     ids = None if rule.documents is None else rule.documents.ids(device)
 
@@ -159,8 +185,9 @@ def function_of(rule: AttentionMask, device: torch.device) -> MaskFunction:
         allowed = (ahead <= right) & (-ahead <= left)
         if ids is None:
             return allowed
-        line = row if len(ids) > 1 else torch.zeros_like(row)
-        is_same_document = ids[line, position] == ids[line, key]
+        # One row of documents stands for all batch rows.
+        documents_row = row if len(ids) > 1 else torch.zeros_like(row)
+        is_same_document = ids[documents_row, position] == ids[documents_row, key]
         return allowed & is_same_document
 
     return allows

@@ -16,18 +16,20 @@ from .models_of_transformers import change_registries
 
 
 class Interceptions:
-    """Replacements that all threads share.
+    """Replacements in torch and transformers, which all threads share, while a block is active.
 
-    Code of a thread without an active block runs the originals.
+    In a thread without an active block the replacements call the originals.
 
-    Attributes:
-        active: returns the innermost active block of a thread.
+    Args:
+        active: returns the innermost active block of the calling thread.
     """
 
     def __init__(self, active: ActiveBlock) -> None:
         self._active = active
         self._lock = threading.Lock()
+        # number of blocks that are active, in all threads
         self._entered = 0
+        # functions that put the originals back
         self._undo: list[Callable[[], None]] = []
 
     def enter(self) -> None:
@@ -50,5 +52,6 @@ class Interceptions:
         if block is None:
             return original(*args, **kwargs)
         block.agree(args[:3], None)
-        # Functions of the mask index by tensors, which torch rewrites in a mode of its own.
+        # Functions stay watched here: in the functions of a mask, a mode of torch rewrites indexing
+        # by tensors.
         return attend_by_flex(original, block.comm, block.options, args, kwargs=kwargs)

@@ -21,7 +21,8 @@ _SHAPE_QUERIES = (
     Tensor.dim,
     Tensor.size,
 )
-# Functions that leave a rule as it is: a slice has fewer keys, whose positions are the same.
+# Functions that return the mask itself. They do not change which keys a query reads: even a slice
+# of columns has the keys of the same positions.
 _KEEPS_RULE = (
     Tensor.to,
     Tensor.contiguous,
@@ -40,7 +41,8 @@ class PositionMask(Tensor):
     elements.
 
     Attributes:
-        rule: the keys that each query reads, by global positions.
+        rule: the keys that each query reads, by global positions; attention uses it instead of
+            elements.
     """
 
     rule: AttentionMask
@@ -49,7 +51,8 @@ class PositionMask(Tensor):
     def of(
         cls, rule: AttentionMask, rows: int, columns: int, device: torch.device | str
     ) -> PositionMask:
-        """Make a mask of so many queries and keys."""
+        """Make a mask of the shape (1, 1, rows, columns)."""
+        # One element, expanded, so that the mask has a shape and takes no memory.
         element = torch.zeros((), dtype=torch.bool, device=device)
         mask = element.expand(1, 1, rows, columns).as_subclass(cls)
         mask.rule = rule
@@ -80,6 +83,11 @@ def chunks_as_documents(size: int, length: int, documents: Documents | None) -> 
 
     Queries also stay in their own document.
 
+    Args:
+        size: positions of a chunk.
+        length: positions of the sequence.
+        documents: the documents to which queries are limited; None for one document.
+
     Example:
         >>> chunks_as_documents(3, 5, None) == Documents.from_ids([0, 0, 0, 1, 1])
         True
@@ -87,5 +95,7 @@ def chunks_as_documents(size: int, length: int, documents: Documents | None) -> 
     chunks = torch.arange(length) // size
     if documents is None:
         return Documents.from_ids(chunks)
+    # Example: of 2 chunks, chunk 1 of document 3 gets the id 3 * 2 + 1. No other pair of a document
+    # and a chunk has this id.
     count = int(chunks[-1]) + 1
     return Documents.from_ids(documents.ids() * count + chunks)
