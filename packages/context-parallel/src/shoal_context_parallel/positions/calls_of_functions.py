@@ -1,6 +1,6 @@
 """`TorchCall`: a call of a torch function with layouts, and its meaning for positions.
 
-Most functions need no entry here, because the rules of operators say what they do. The tables name
+Most functions need no entry here, because the rules of operators describe them. The tables name
 functions whose arguments or results are a rank's own: sizes, indices and places.
 
 May import: sequence_dims.
@@ -22,18 +22,20 @@ from shoal_dtensor import Spec
 from shoal_dtensor.internal import pytree
 
 from ..sequence_layout import SequenceLayout
-from .sequence_dims import is_whole, sequence_dim
+from .sequence_dims import are_whole_blocks, sequence_dim
 
 LISTS = (list, tuple)
+# Classes of tensors that are followed. DTensors and tensors of other classes have their own rules.
 PLAIN = (Tensor, Parameter)
 
 
 # --- functions by name ----------------------------------------------------------------------------
 
-# Their results follow from the shape of the result, in the order of rows.
+# Functions whose results have the elements of the argument, in the same order, in another shape.
 RESHAPING = frozenset(
     ("view", "reshape", "unflatten", "flatten", "view_as", "reshape_as", "_unsafe_view", "ravel")
 )
+# Functions that repeat elements along dims of size 1 and along new first dims.
 EXPANDING = frozenset(("expand", "expand_as", "broadcast_to"))
 # Functions that take a rank's rows by their local indices or by their values. A program that puts
 # its rows back by the same indices treats each position alone, as experts do. So their results have
@@ -55,6 +57,7 @@ BY_LOCAL_INDEX = frozenset(
         "unique_consecutive",
     }
 )
+# Functions that read or write rows by an index, a mask or a slice.
 BY_INDEX = frozenset(
     {
         "__getitem__",
@@ -93,7 +96,8 @@ SPLITTING = frozenset(
         "unsafe_split",
     )
 )
-# Their results depend on the place of an element, which the rules count over all ranks.
+# Functions whose results depend on the place of an element. Rules of operators count places over
+# all ranks; on local tensors torch counts them from 0 on each rank.
 TRIANGLES = frozenset(("tril", "tril_", "triu", "triu_"))
 DIAGONALS = frozenset(
     (
@@ -108,18 +112,21 @@ DIAGONALS = frozenset(
         "trace",
     )
 )
-# windows over the last dims
+# Functions that compute windows over the last 1, 2 or 3 dims.
 WINDOWS = re.compile("(?P<kind>conv|avg_pool|max_pool)(?P<dims>[123])d")
-# norms over the dims of a given shape, which is that of this rank's tensor
+# Norms over the last dims, whose sizes are an argument: here the sizes on this rank.
 NORMS = frozenset(("layer_norm", "rms_norm"))
+# Functions that sort or select by value.
 ORDERING = frozenset(("sort", "argsort", "msort", "topk", "kthvalue"))
-# A mean over shards of different sizes is a sum that is divided by the number of all positions.
+# For a mean the sum of the same elements. Ranks may hold different numbers of positions, so a mean
+# of the ranks' means is not the mean of all positions.
 SUMS = {
     torch.mean: torch.sum,
     Tensor.mean: Tensor.sum,
     torch.nanmean: torch.nansum,
     Tensor.nanmean: Tensor.nansum,
 }
+# Functions whose result has the layout of the argument, whatever device or dtype it has.
 COPYING = frozenset(("to", "cpu", "cuda", "type", "type_as", "contiguous", "clone", "detach"))
 
 
@@ -158,12 +165,14 @@ class MixedPositionsError(Exception):
     """The error for a call that mixes positions, with the reason."""
 
 
-def is_torchs(func: Any) -> bool:
-    """Tell whether a function is one of torch's that computes: not a collective, not a user's."""
+def computes_in_torch(func: Any) -> bool:
+    """Tell whether a function is torch's, and neither a collective nor a custom operator.
+
+    Functions of C have no module, or None.
+    """
     module = getattr(func, "__module__", None) or "torch"
-    return module.split(".")[0] == "torch" and not module.startswith(
-        ("torch.distributed", "torch.ops")
-    )
+    is_of_torch = module.split(".")[0] == "torch"
+    return is_of_torch and not module.startswith(("torch.distributed", "torch.ops"))
 
 
 def _argument(call: TorchCall, name: str, position: int, default: Any) -> Any:
@@ -173,49 +182,59 @@ def _argument(call: TorchCall, name: str, position: int, default: Any) -> Any:
     return call.kwargs.get(name, default)
 
 
-def _along(axis: int, value: Any) -> Any:
-    """Return the number for one spatial dim, of a number for all or one for each."""
+def _number_along(axis: int, value: Any) -> Any:
+    """Return the number for a spatial dim from an argument such as `stride`.
+
+    The argument is one number for all spatial dims, or a list with a number for each.
+    """
     numbers = value if isinstance(value, LISTS) else (value,)
     return numbers[axis] if len(numbers) > 1 else numbers[0]
 
 
-def rank_of(value: Any) -> int:
+def ndim_of(value: Any) -> int:
     """Return the number of dims of a tensor or a layout; 0 for another value."""
     return value.ndim if isinstance(value, Tensor | Spec) else 0
 
 
 def takes_local_rows(call: TorchCall) -> bool:
-    """Tell whether the results of a call are rows of this rank, about which nothing is known."""
+    """Tell whether a call takes some of this rank's rows, so that its results are not followed.
+
+    Such rows are not a shard: other ranks may take others.
+    """
     if call.name in BY_LOCAL_INDEX | DIAGONALS:
         return True
     if call.name == "where":
+        # `where(condition)` returns indices, as `nonzero` does.
         return len(call.args) == 1
     source = call.args[0] if call.args else None
     held = sequence_dim(source) if isinstance(source, Spec) else None
     if held is None or not isinstance(source, Spec):
         return False
     if call.name in SPLITTING:
-        dim = _argument(call, "dim", 1 if call.name == "narrow" else 2, default=0)
+        # narrow(x, dim, start, length); split(x, sizes, dim), and the others likewise
+        position_of_dim = 1 if call.name == "narrow" else 2
+        dim = _argument(call, "dim", position_of_dim, default=0)
         return bool(dim % source.ndim == held.dim)
     if call.name in ("__getitem__", "__setitem__"):
-        consumer = consumers(source.shape, call.args[1])[held.dim]
-        is_ids = isinstance(consumer, list) and not source.dtype.is_floating_point
-        return is_ids or _is_one_of_several(consumer, source.local_shape[held.dim])
+        index = indices_by_dim(source.shape, call.args[1])[held.dim]
+        # a list of indices into a tensor of integers, such as token ids
+        is_list_of_ids = isinstance(index, list) and not source.dtype.is_floating_point
+        return is_list_of_ids or _is_part_in_loop(index, source.local_shape[held.dim])
     return False
 
 
-def _is_one_of_several(index: Any, count: int) -> bool:
-    """Tell whether an index is a part of a dim as loops take it: `x[i : i + size]`."""
+def _is_part_in_loop(index: Any, count: int) -> bool:
+    """Tell whether an index is a part of a dim of `count` rows as loops take it: `x[i : i + n]`."""
     if not isinstance(index, slice) or index.start is None or index.stop is None:
         return False
-    is_whole = _is_whole_slice(index, count)
-    return not is_whole and index.start >= 0 and index.stop > 0
+    are_whole_blocks = _is_whole_slice(index, count)
+    return not are_whole_blocks and index.start >= 0 and index.stop > 0
 
 
 def takes_rows_by_value(call: TorchCall) -> bool:
     """Tell whether a function takes rows by indices or an order that may be a rank's own.
 
-    So do experts, which sort a rank's tokens and put the results back.
+    Example: experts sort a rank's tokens by expert, and put the results back.
     """
     if call.name in ORDERING:
         return not call.specs[0].dtype.is_floating_point
@@ -232,8 +251,10 @@ def takes_rows_by_value(call: TorchCall) -> bool:
 
 def reduction_of(call: TorchCall) -> str:
     """Return the reduction of a loss function; empty for another function."""
-    is_python = isinstance(call.func, FunctionType)
-    if not is_python or "reduction" not in call.func.__code__.co_varnames:
+    # torch's loss functions are Python functions with an argument `reduction`.
+    if not isinstance(call.func, FunctionType):
+        return ""
+    if "reduction" not in call.func.__code__.co_varnames:
         return ""
     bound = inspect.signature(call.func).bind(*call.args, **call.kwargs)
     bound.apply_defaults()
@@ -248,32 +269,35 @@ def takes_whole_blocks(call: TorchCall, layout: SequenceLayout) -> bool:
     window = WINDOWS.fullmatch(call.name)
     if held is None or not isinstance(source, Spec) or window is None:
         return False
+    # Example: conv1d of (batch, channels, positions): dim 2 is the spatial dim 0.
     axis = held.dim - source.ndim + int(window["dims"])
     if window["kind"] == "conv":
         weight = _argument(call, "weight", 1, default=None)
+        # (channels, channels of a group, kernel sizes)
         kernel = weight.shape[2 + axis]
-        stride = _along(axis, _argument(call, "stride", 3, default=1))
+        stride = _number_along(axis, _argument(call, "stride", 3, default=1))
         padding = _argument(call, "padding", 4, default=0)
-        dilation = _along(axis, _argument(call, "dilation", 5, default=1))
+        dilation = _number_along(axis, _argument(call, "dilation", 5, default=1))
     else:
-        kernel = _along(axis, _argument(call, "kernel_size", 1, default=1))
-        stride = _along(axis, _argument(call, "stride", 2, default=None) or kernel)
+        kernel = _number_along(axis, _argument(call, "kernel_size", 1, default=1))
+        stride = _number_along(axis, _argument(call, "stride", 2, default=None) or kernel)
         padding = _argument(call, "padding", 3, default=0)
         dilation = 1
     is_blockwise = kernel == stride and dilation == 1
-    if axis < 0 or not is_blockwise or _along(axis, padding) not in (0, "valid"):
+    if axis < 0 or not is_blockwise or _number_along(axis, padding) not in (0, "valid"):
         return False
-    return is_whole(layout, kernel, sum(held.sizes))
+    return are_whole_blocks(layout, kernel, sum(held.sizes))
 
 
 def reason(call: TorchCall) -> str:
-    """Return the reason why a call is refused."""
+    """Return the reason why a call is refused, as the end of a sentence about its function."""
     for spec in call.specs:
         held = sequence_dim(spec)
         if held is not None:
             return (
                 f"dim {held.dim} of its argument of local shape {tuple(spec.local_shape)} holds "
-                "this rank's positions of the sequence, and its result would need positions of other ranks"
+                "this rank's positions of the sequence, and its result would need positions of "
+                "other ranks"
             )
     return (
         f"its argument of shape {tuple(call.specs[0].local_shape)} is what this rank's positions "
@@ -285,36 +309,50 @@ def reason(call: TorchCall) -> str:
 # --- indices --------------------------------------------------------------------------------------
 
 
-def consumers(shape: Sequence[int], index: Any) -> list[Any]:
-    """Return for each dim what an index selects of it; a whole slice for dims that it leaves out."""
+def indices_by_dim(shape: Sequence[int], index: Any) -> list[Any]:
+    """Return for each dim the index that selects from it; a whole slice for a dim without one.
+
+    Args:
+        shape: the shape of the indexed tensor.
+        index: the argument of `__getitem__`.
+
+    Example:
+        >>> indices_by_dim((2, 3, 4), (..., None, 1))
+        [slice(None, None, None), slice(None, None, None), 1]
+    """
     items = list(index) if isinstance(index, tuple) else [index]
-    consuming = [item for item in items if item is not None and item is not Ellipsis]
-    taken = 0
-    for item in consuming:
-        is_mask = isinstance(item, Tensor | Spec) and item.dtype == torch.bool
-        taken += item.ndim if isinstance(item, Tensor | Spec) and is_mask else 1
-    found: list[Any] = []
+    dims_with_index = sum(_dims_of_index(item) for item in items)
+    indices: list[Any] = []
     for item in items:
-        if item is None:
-            continue
         if item is Ellipsis:
-            found += [slice(None)] * (len(shape) - taken)
-        elif isinstance(item, Tensor | Spec) and item.dtype == torch.bool:
-            found += [item] * item.ndim
+            indices += [slice(None)] * (len(shape) - dims_with_index)
         else:
-            found.append(item)
-    return found + [slice(None)] * (len(shape) - len(found))
+            indices += [item] * _dims_of_index(item)
+    return indices + [slice(None)] * (len(shape) - len(indices))
+
+
+def _dims_of_index(item: Any) -> int:
+    """Return the number of dims from which an item of an index selects."""
+    if item is None or item is Ellipsis:
+        return 0
+    is_mask = isinstance(item, Tensor | Spec) and item.dtype == torch.bool
+    return ndim_of(item) if is_mask else 1
 
 
 def check_dims(call: TorchCall) -> None:
-    """Raise if a call selects one position, each position in turn, or a norm of all."""
+    """Refuse calls that rules of operators would allow, but that mix positions on local tensors.
+
+    They select one position or each position in turn, mask by places, or compute a norm over
+    positions.
+    """
     source = call.args[0]
     held = sequence_dim(source)
     if held is None:
         return
     if call.name in ("__getitem__", "__setitem__"):
-        consumer = consumers(source.shape, call.args[1])[held.dim]
-        if isinstance(consumer, int) and not isinstance(consumer, bool):
+        index = indices_by_dim(source.shape, call.args[1])[held.dim]
+        # A bool is a mask, not a position.
+        if isinstance(index, int) and not isinstance(index, bool):
             raise MixedPositionsError(reason(call))
     if call.name in TRIANGLES and held.dim >= source.ndim - 2:
         raise MixedPositionsError(reason(call))
@@ -337,19 +375,21 @@ def with_whole_slices(call: TorchCall) -> TorchCall:
     held = sequence_dim(source)
     if held is None:
         return call
-    count = source.local_shape[held.dim]
     if call.name not in ("__getitem__", "__setitem__"):
         return call
-    func: Any = Tensor.__getitem__
     index = call.args[1]
     items = list(index) if isinstance(index, tuple) else [index]
-    consumer = consumers(source.shape, index)[held.dim]
-    if type(consumer) is slice and _is_whole_slice(consumer, count):
-        items = [slice(None) if item is consumer else item for item in items]
+    index_of_positions = indices_by_dim(source.shape, index)[held.dim]
+    count = source.local_shape[held.dim]
+    if type(index_of_positions) is slice and _is_whole_slice(index_of_positions, count):
+        items = [slice(None) if item is index_of_positions else item for item in items]
+    # A write concerns the same rows as a read, whose layout the rules derive.
+    func: Any = Tensor.__getitem__
     return call._replace(func=func, args=(source, tuple(items)))
 
 
 def _is_whole_slice(index: slice, count: int) -> bool:
+    """Tell whether a slice takes all of `count` rows, in order; False if its bounds are tensors."""
     numbers = (index.start, index.stop, index.step)
     is_static = all(number is None or isinstance(number, int) for number in numbers)
     return is_static and index.indices(count) == (0, count, 1)

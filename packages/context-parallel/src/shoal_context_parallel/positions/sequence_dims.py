@@ -1,8 +1,9 @@
 """Layouts of local tensors with positions of the sequence, and reshapes of such tensors.
 
 A layout is a `Spec` on the mesh of the block. The dim with positions is `Shard(dim, sizes)`, or a
-`StridedShard` if a reshape has folded the dim before it into it. The order of positions is that of
-the ranks: which positions a rank holds does not matter here, with one exception (`is_whole`).
+`StridedShard` if a reshape has folded the dim before it into it. In a layout the ranks' positions
+follow one another: which positions a rank holds does not matter here, with one exception
+(`are_whole_blocks`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..sequence_layout import SequenceLayout
 
 
 class TornPositionsError(Exception):
-    """The error for a reshape after which a row has a part of one block of positions."""
+    """The error for a reshape after which a row has positions of several ranges or batch rows."""
 
 
 class UnknownReshapeError(Exception):
@@ -34,7 +35,8 @@ class SequenceDim(NamedTuple):
         dim: its index.
         runs: the number of equal runs of positions in it: the batch rows that a reshape has folded
             into it, or 1.
-        sizes: rows of one run on each rank.
+        sizes: rows of one run on each rank. A row is one position, or a part of a position or
+            several positions after a reshape.
     """
 
     dim: int
@@ -44,20 +46,21 @@ class SequenceDim(NamedTuple):
     @property
     def placement(self) -> Placement:
         """The placement of the dim."""
-        is_even = len(set(self.sizes)) == 1
         if self.runs > 1:
             return StridedShard(self.dim, split_factor=self.runs, sizes=self.sizes)
+        is_even = len(set(self.sizes)) == 1
         return Shard(self.dim) if is_even else Shard(self.dim, sizes=self.sizes)
 
     def spec_of(self, mesh: DeviceMesh, local: Sequence[int], dtype: torch.dtype) -> Spec:
-        """Return the layout of a tensor with such a dim, from its local shape."""
+        """Return the layout of a tensor with this dim, from its local shape."""
         shape = [*local]
         shape[self.dim] = self.runs * sum(self.sizes)
         return Spec(mesh, [self.placement], shape, None, dtype=dtype)
 
 
 def sequence_dim(spec: Spec) -> SequenceDim | None:
-    """Return the dim of a layout that holds positions; None if it has none."""
+    """Return the dim of a layout that holds positions; None if no dim does."""
+    # The mesh has one axis, so the layout has one placement.
     placement = spec.placements[0]
     if not isinstance(placement, Shard | StridedShard):
         return None
@@ -67,8 +70,13 @@ def sequence_dim(spec: Spec) -> SequenceDim | None:
     return SequenceDim(placement.dim, runs, tuple(sizes))
 
 
-def reshaped(spec: Spec, local: Sequence[int], layout: SequenceLayout) -> Spec:
+def reshape_layout(spec: Spec, local: Sequence[int], layout: SequenceLayout) -> Spec:
     """Return the layout after a reshape of a rank's tensor to a local shape.
+
+    Args:
+        spec: the layout before the reshape.
+        local: this rank's shape after it.
+        layout: the positions of the ranks.
 
     Raises:
         TornPositionsError: if positions of several ranges, or of several batch rows, would share a
@@ -80,70 +88,94 @@ def reshaped(spec: Spec, local: Sequence[int], layout: SequenceLayout) -> Spec:
         return spec.with_(shape=tuple(local))
     if 0 in local:
         raise UnknownReshapeError
-    # Example: (2, 4, 6) on this rank, dim 1 has 4 positions -> one position is 6 elements, and the
-    # positions of a batch row are 24.
+    # Example: (2, 4, 6) on this rank, dim 1 has 4 positions -> a row (one position) is 6 elements,
+    # and a block (the positions of a batch row) is 24.
     rank = spec.mesh.get_local_rank()
-    elements = prod(spec.local_shape[held.dim + 1 :])
-    count = held.sizes[rank]
-    span = elements * count
-    place = [j for j in range(len(local)) if prod(local[j + 1 :]) < span <= prod(local[j:])]
-    assert len(place) == 1, "a block of at least two positions begins in one dim"
-    (dim,) = place
-    if dim and local[dim - 1] == 1 and spec.local_shape[held.dim - 1 : held.dim] != (1,):
+    row = prod(spec.local_shape[held.dim + 1 :])
+    block = row * held.sizes[rank]
+    dim = _dim_of_blocks(local, block)
+    has_single_dim_before = dim > 0 and local[dim - 1] == 1
+    if has_single_dim_before and spec.local_shape[held.dim - 1 : held.dim] != (1,):
         # Example: a rank's 4 positions as (2, 1, 4, 6) are a new dim, or one block of 4 positions.
         raise UnknownReshapeError
-    row = prod(local[dim + 1 :])
-    if prod(local[dim:]) % span:
+    new_row = prod(local[dim + 1 :])
+    elements_of_dim = prod(local[dim:])
+    if elements_of_dim % block:
         raise TornPositionsError
-    runs = prod(local[dim:]) // span
-    if row <= elements:
+    runs = elements_of_dim // block
+    if new_row <= row:
         # Reshaped to (8, 6): one row for each position. To (2, 8, 3): two rows for each.
-        if elements % row:
+        if row % new_row:
             raise TornPositionsError
-        sizes = [size * (elements // row) for size in held.sizes]
+        rows_of_position = row // new_row
+        sizes = [size * rows_of_position for size in held.sizes]
     else:
         # Reshaped to (2, 2, 2, 6): a row has two positions.
-        if row % elements or not is_whole(layout, row // elements, sum(held.sizes)):
+        joined, remainder = divmod(new_row, row)
+        if remainder or not are_whole_blocks(layout, joined, sum(held.sizes)):
             raise TornPositionsError
-        sizes = [size // (row // elements) for size in held.sizes]
+        sizes = [size // joined for size in held.sizes]
     target = SequenceDim(dim, runs, tuple(sizes))
     return target.spec_of(spec.mesh, local, spec.dtype)
 
 
-def expanded(spec: Spec, local: Sequence[int]) -> Spec:
+def _dim_of_blocks(shape: Sequence[int], block: int) -> int:
+    """Return the dim in which blocks of so many elements, at least two rows, follow one another.
+
+    A row of this dim is smaller than a block, and the whole dim has at least one block.
+    """
+    # Example: blocks of 24 elements in (2, 4, 6) -> dim 1, with rows of 6, and 24 in all.
+    dims = []
+    for dim in range(len(shape)):
+        row = prod(shape[dim + 1 :])
+        if row < block <= row * shape[dim]:
+            dims.append(dim)
+    assert len(dims) == 1, "a block of at least two positions begins in one dim"
+    return dims[0]
+
+
+def expand_layout(spec: Spec, local: Sequence[int]) -> Spec:
     """Return the layout after an expansion to a local shape, which may have new first dims."""
     held = sequence_dim(spec)
     if held is None:
         return spec.with_(shape=tuple(local))
-    target = held._replace(dim=held.dim + len(local) - spec.ndim)
+    new_dims = len(local) - spec.ndim
+    target = held._replace(dim=held.dim + new_dims)
     return target.spec_of(spec.mesh, local, spec.dtype)
 
 
-def holds_blocks(layout: SequenceLayout, source: Spec, result: Spec) -> bool:
-    """Tell whether a result holds the same fraction of its rows on each rank as a source.
+def keeps_fractions(layout: SequenceLayout, source: Spec, result: Spec) -> bool:
+    """Tell whether each rank holds the same fraction of a result's rows as of a source's rows.
 
-    Where there are fewer rows, such as each second one, the ranges of the layout must begin and
-    end at such rows.
+    If the result has fewer rows, such as each second one, the ranges of the layout must also begin
+    and end at such rows.
     """
     before = sequence_dim(source)
     after = sequence_dim(result)
     assert before is not None, "the source is sharded"
     assert after is not None, "the result is sharded"
-    rows = sum(before.sizes)
-    total = sum(after.sizes)
-    for size, size_before in zip(after.sizes, before.sizes, strict=True):
-        if size * rows != size_before * total:
+    rows_before = sum(before.sizes)
+    rows_after = sum(after.sizes)
+    for size_after, size_before in zip(after.sizes, before.sizes, strict=True):
+        # size_after / rows_after == size_before / rows_before, in integers
+        if size_after * rows_before != size_before * rows_after:
             return False
-    if total >= rows:
-        return total % rows == 0
-    return rows % total == 0 and is_whole(layout, rows // total, rows)
+    if rows_after >= rows_before:
+        return rows_after % rows_before == 0
+    joined, remainder = divmod(rows_before, rows_after)
+    return not remainder and are_whole_blocks(layout, joined, rows_before)
 
 
-def is_whole(layout: SequenceLayout, joined: int, rows: int) -> bool:
-    """Tell whether each range of the layout is a number of blocks of so many rows.
+def are_whole_blocks(layout: SequenceLayout, joined: int, rows: int) -> bool:
+    """Tell whether each range of the layout is a whole number of blocks.
 
-    The whole sequence has `rows` rows.
+    Args:
+        layout: the positions of the ranks.
+        joined: number of rows of a block.
+        rows: number of rows of the whole sequence.
     """
-    # Example: the range 0:4 of 8 positions, which are 8 rows, has 2 blocks of 2; 0:3 has not.
+    # Example: the range 0:4 of 8 positions, which are 8 rows, has 2 blocks of 2; 0:3 does not end
+    # with a block.
     borders = {border for ranges in layout.ranges for pair in ranges for border in pair}
+    # border / length * rows is the border in rows.
     return all(border * rows % (layout.length * joined) == 0 for border in borders)
