@@ -22,20 +22,20 @@ from torch import nn
 from shoal_dtensor import Replicate
 from shoal_dtensor.errors import PlanError
 from shoal_mesh import DeviceMesh
-from shoal_tp_styles import ExpertParallel, ExpertTensorParallel, parallelize_module
+from shoal_tp_styles import ExpertParallel, ExpertTensorParallel, ParallelStyle, parallelize_module
 from shoal_tp_styles.internal import Plan
 
 from .checked_plan import choose_plan
 from .distributed_config import check_rules, pattern_of
 
-# The styles of transformers for experts, and for a parameter of experts.
-_OF_MODULE = "ep_dispatch_experts"
-_OF_PARAMETER = "grouped_gemm"
+# The names of transformers' styles for a module of experts, and for a parameter of such a module.
+_STYLE_OF_EXPERTS = "ep_dispatch_experts"
+_STYLE_OF_PARAMETER = "grouped_gemm"
+# The end of the error for a plan with experts that does not fit.
 EXPERTS_REMEDY = (
     "Change rules with tp_plan and ep_plan of the DistributedConfig, or leave out ep_size to get a "
     "plan that fits"
 )
-"""The remedy for a plan with experts that does not fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,112 +44,139 @@ class ExpertAxes:
 
     Attributes:
         mesh: all ranks, with the axes "dp_replicate", "efsdp", "ep" and "tp".
-        rules: the names of the modules of experts; `*` matches one part of a name.
+        patterns: the names of the modules of experts; `*` matches one part of a name.
     """
 
     mesh: DeviceMesh
-    rules: tuple[str, ...]
+    patterns: tuple[str, ...]
 
     @property
     def data(self) -> DeviceMesh:
-        """The axes of the ranks that have the same experts: replicas and shards, or shards."""
+        """The axes of the ranks that have the same experts: "dp_replicate" and "efsdp".
+
+        Without replicas it is "efsdp" alone. The parameters of experts are sharded over "efsdp".
+        """
         has_replicas = self.mesh.size(0) > 1
         return self.mesh["dp_replicate", "efsdp"] if has_replicas else self.mesh["efsdp"]
 
     def modules_of(self, model: nn.Module) -> dict[str, nn.Module]:
         """Return the modules of experts of a model, by name."""
-        return _modules_that_match(self.rules, model)
+        return _modules_that_match(self.patterns, model)
 
 
 def expert_rules_of(config: Any, model: Any) -> dict[str, str]:
-    """Return the rules of a model's `ep_plan`, changed by those of a configuration.
+    """Return the rules of a model's `ep_plan`, changed by the rules of a configuration.
 
-    The rules are empty if the configuration has no expert parallelism.
+    A rule maps the name of a module or a parameter to the name of a style. There are no rules if
+    the configuration has no expert parallelism.
+
+    Args:
+        config: a `DistributedConfig` of transformers.
+        model: a model of transformers.
 
     Raises:
-        PlanError: if there are no rules, if a rule of the configuration names no module and no
-            parameter, or if its implementation sends tokens in another way.
+        PlanError: if the configuration has expert parallelism and no rule names experts, if one of
+            its rules names no module and no parameter, or if its `ep_implementation` does not fit
+            its sizes.
     """
-    if (getattr(config, "ep_size", None) or 1) == 1:
+    # Older releases of transformers have no `ep_size`.
+    ep_size = getattr(config, "ep_size", None) or 1
+    if ep_size == 1:
         return {}
     _check_implementation(config)
     rules_of_model = dict(getattr(model, "ep_plan", None) or {})
     changes = config.ep_plan or {}
     check_rules("ep_plan", changes, model, rules_of_model)
     rules = {**rules_of_model, **changes}
-    if not _modules_that_match(_rules_of_experts(rules), model):
+    if not _modules_that_match(_patterns_of_experts(rules), model):
         raise PlanError(
             f"DistributedConfig: ep_size={config.ep_size}, but no rule of the ep_plan names "
-            f"experts of {type(model).__name__} with the style {_OF_MODULE!r} or {_OF_PARAMETER!r}, got "
-            f"{rules}; pass ep_plan={{...}} with the names of its experts, or leave out ep_size"
+            f"experts of {type(model).__name__} with the style {_STYLE_OF_EXPERTS!r} or "
+            f"{_STYLE_OF_PARAMETER!r}, got {rules}; pass ep_plan={{...}} with the names of its "
+            "experts, or leave out ep_size"
         )
     return rules
 
 
 def expert_axes_of(config: Any, mesh: DeviceMesh, rules: Mapping[str, str]) -> ExpertAxes | None:
-    """Return the axes of the experts; None if the axis "tp" divides the experts, or no axis does.
+    """Return the axes of the experts; None if "tp" alone divides the experts, or no axis does.
 
     Args:
         config: a `DistributedConfig` of transformers.
         mesh: its mesh.
-        rules: the rules of the experts.
+        rules: the rules of `expert_rules_of`.
     """
     tensor_ranks = mesh.size(mesh.axis_index("tp"))
     if not rules or config.ep_size == tensor_ranks:
         return None
-    ranks = config.ep_size // tensor_ranks
-    copies = mesh.size(mesh.axis_index("fsdp")) // ranks
-    divided = mesh.unflatten("fsdp", (copies, ranks), ("efsdp", "ep"))
-    return ExpertAxes(divided, _rules_of_experts(rules))
+    # Example: ep_size=4, fsdp_size=4, tp_size=2 -> ep is 2 and efsdp is 2.
+    ep = config.ep_size // tensor_ranks
+    efsdp = mesh.size(mesh.axis_index("fsdp")) // ep
+    mesh_of_experts = mesh.unflatten("fsdp", (efsdp, ep), ("efsdp", "ep"))
+    return ExpertAxes(mesh_of_experts, _patterns_of_experts(rules))
 
 
 def plan_of_tensor_axis(
     plan: Plan, rules: Mapping[str, str], axes: ExpertAxes | None, model: nn.Module
 ) -> Plan:
-    """Return the plan of the axis "tp", in which rules of experts replace the plan's rules.
+    """Return the plan of the axis "tp", in which rules of experts replace rules of the plan.
 
-    If the experts have axes of their own, the plan has no rules for them.
+    Args:
+        plan: styles by path, or one style for the whole model.
+        rules: the rules of `expert_rules_of`.
+        axes: the axes of the experts, if they have axes of their own. The plan then has no rules
+            for experts.
+        model: the model.
     """
-    # a style alone is one for the whole model
     rules_of_plan = plan if isinstance(plan, Mapping) else {"": plan}
     merged: dict[str, Any] = {**rules_of_plan, **rules}
     if axes is None:
         return merged
     experts = tuple(axes.modules_of(model))
-    prefixes = tuple(f"{name}." for name in experts)
+    prefixes = tuple(f"{expert}." for expert in experts)
     names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
 
-    def is_of_experts(rule: str) -> bool:
-        matched = [*filter(pattern_of(rule).fullmatch, names)]
-        return bool(matched) and all(n in experts or n.startswith(prefixes) for n in matched)
+    def concerns_experts_only(path: str) -> bool:
+        matched = [*filter(pattern_of(path).fullmatch, names)]
+        in_experts = [name in experts or name.startswith(prefixes) for name in matched]
+        # A path that matches nothing is left to `parallelize_module`.
+        return bool(matched) and all(in_experts)
 
-    return {rule: style for rule, style in merged.items() if not is_of_experts(rule)}
+    return {path: style for path, style in merged.items() if not concerns_experts_only(path)}
 
 
 def parallelize_experts(model: Any, axes: ExpertAxes) -> None:
     """Divide experts among the ranks of their axes, in place.
 
-    It is proven on a small copy of the model that the experts can be divided, and their hidden
-    features.
+    Two plans are proven on a small copy of the model: one that divides the experts, and one that
+    divides their hidden features.
 
     Raises:
         PlanError: if the experts cannot be divided, or outputs would be wrong.
     """
     expert_mesh = axes.mesh["ep"]
-    all_tokens = dict.fromkeys(axes.rules, ExpertParallel(input_layouts=Replicate()))
-    choose_plan(model, expert_mesh, all_tokens, remedy=EXPERTS_REMEDY)
-    style = ExpertParallel()
     tensor_mesh = axes.mesh["tp"]
+    # The ranks of a proof all have the same tokens. In training each rank of "ep" has its own.
+    with_same_tokens = ExpertParallel(input_layouts=Replicate())
+    _prove(with_same_tokens, model, expert_mesh, axes)
+    style = ExpertParallel()
     if tensor_mesh.size() > 1:
-        features = dict.fromkeys(axes.rules, ExpertTensorParallel())
-        choose_plan(model, tensor_mesh, features, remedy=EXPERTS_REMEDY)
+        _prove(ExpertTensorParallel(), model, tensor_mesh, axes)
         style = style.on(("ep", "tp"))
         expert_mesh = axes.mesh["ep", "tp"]
-    parallelize_module(model, expert_mesh, dict.fromkeys(axes.rules, style), src_data_rank=None)
+    plan = dict.fromkeys(axes.patterns, style)
+    parallelize_module(model, expert_mesh, plan, src_data_rank=None)
+
+
+def _prove(style: ParallelStyle, model: Any, mesh: DeviceMesh, axes: ExpertAxes) -> None:
+    """Raise PlanError if the experts of a model cannot have a style on an axis."""
+    choose_plan(model, mesh, dict.fromkeys(axes.patterns, style), remedy=EXPERTS_REMEDY)
 
 
 def _check_implementation(config: Any) -> None:
-    # ranks with the same tokens add outputs, and other ranks exchange tokens
+    """Refuse an `ep_implementation` that does not fit the sizes of a configuration."""
+    # The ranks of "tp" have the same tokens and add their outputs. If more ranks divide the
+    # experts, ranks with other tokens exchange them.
     fitting = "all_reduce" if config.ep_size == config.tp_size else "all_to_all"
     if config.ep_implementation not in ("auto", fitting):
         raise PlanError(
@@ -159,18 +186,24 @@ def _check_implementation(config: Any) -> None:
         )
 
 
-def _rules_of_experts(rules: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names in rules that are those of modules of experts, without repetition."""
-    of_modules = [rule for rule, style in rules.items() if style == _OF_MODULE]
-    of_parameters = [rule for rule, style in rules.items() if style == _OF_PARAMETER]
-    parents: Iterable[str] = (rule.rpartition(".")[0] for rule in of_parameters)
+def _patterns_of_experts(rules: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the names of modules of experts in rules, without repetition.
+
+    Example:
+        >>> _patterns_of_experts({"layers.*.experts.gate_up_proj": "grouped_gemm", "norm": "other"})
+        ('layers.*.experts',)
+    """
+    of_modules = [name for name, style in rules.items() if style == _STYLE_OF_EXPERTS]
+    of_parameters = [name for name, style in rules.items() if style == _STYLE_OF_PARAMETER]
+    parents = [name.rpartition(".")[0] for name in of_parameters]
     return tuple(dict.fromkeys([*of_modules, *parents]))
 
 
-def _modules_that_match(rules: Iterable[str], model: nn.Module) -> dict[str, nn.Module]:
-    patterns = [pattern_of(rule) for rule in rules]
+def _modules_that_match(patterns: Iterable[str], model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules whose name one of the patterns matches, by name."""
+    expressions = [pattern_of(pattern) for pattern in patterns]
 
     def matches(name: str) -> bool:
-        return any(pattern.fullmatch(name) for pattern in patterns)
+        return any(expression.fullmatch(name) for expression in expressions)
 
     return {name: module for name, module in model.named_modules() if matches(name)}

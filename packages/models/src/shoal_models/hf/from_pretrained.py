@@ -111,59 +111,72 @@ def from_pretrained(  # noqa: PLR0913  # keyword-only arguments of transformers
     """
     home, files = find_files(path)
     is_config = is_distributed_config(device_mesh)
-    whole_mesh = mesh_of(device_mesh) if is_config else device_mesh
-    mesh = _tensor_axis(whole_mesh)
-    data = data_axes_of(whole_mesh) if is_config else None
-    stage_axis = stage_axis_of(whole_mesh) if is_config else None
-    with ExitStack() as stack:
-        stored = stored_in(source_of(files), stack)
-        config = _config(home, config_kwargs)
-        model_dtype = _dtype(dtype, config, stored)
-        model = _on_meta(_class_of(config, model_class), config, model_dtype)
+    mesh = mesh_of(device_mesh) if is_config else device_mesh
+    tensor_mesh = _tensor_axis_of(mesh)
+    data_mesh = data_axes_of(mesh) if is_config else None
+    stage_mesh = stage_axis_of(mesh) if is_config else None
+    with ExitStack() as open_files:
+        stored = stored_in(source_of(files), open_files)
+        config = _read_config(home, config_kwargs)
+        model_dtype = _choose_dtype(dtype, config, stored)
+        model = _build_on_meta(_class_of(config, model_class), config, model_dtype)
         stored_by_name = stored_for(model, stored)
-        compared = compare_entries([*entries_of(model)], stored_by_name, strict=False)
-        _check(model, compared, strict=strict)
+        comparison = compare_entries([*entries_of(model)], stored_by_name, strict=False)
+        _drop_irrelevant_keys(model, comparison)
+        if strict:
+            _check_keys(model, comparison)
         stages = None
-        if stage_axis is not None:
-            stages = PipelineStages(model, stage_axis, compared)
+        if stage_mesh is not None:
+            stages = PipelineStages(model, stage_mesh, comparison)
         if is_config:
-            _parallelize_by_config(model, whole_mesh, plan, device_mesh)
+            _parallelize_by_config(model, mesh, plan, device_mesh)
         else:
-            _parallelize(model, mesh, plan, allows_unmatched=False)
+            _parallelize(model, tensor_mesh, plan, allows_unmatched=False)
         if stages is not None:
             stored_by_name = stages.cut(model, stored_by_name)
         loaded = load_sharded(model, stored_by_name, strict=False)
-    # entries of the whole model
-    loaded.missing = compared.missing
-    loaded.unexpected = compared.unexpected
-    _initialize_rest(model, mesh if data is None else whole_mesh.flatten())
-    _finish(model.eval(), home, mesh)
+    # `load_sharded` has compared this rank's stage only; the report is about the whole model.
+    loaded.missing = comparison.missing
+    loaded.unexpected = comparison.unexpected
+    # the ranks over which the model is sharded
+    _initialize_unfilled(model, tensor_mesh if data_mesh is None else mesh.flatten())
+    _replace_methods(model.eval(), home, tensor_mesh)
     if stages is not None:
         stages.join(model)
-    if data is not None:
+    if data_mesh is not None:
         model.resize_token_embeddings = _refuse_to_resize
     return (model, loaded) if output_loading_info else model
 
 
 def _parallelize_by_config(model: Any, mesh: DeviceMesh, plan: Plan | None, config: Any) -> None:
-    """Shard a model over the axes of the mesh of a `DistributedConfig`, in place."""
-    data = data_axes_of(mesh)
+    """Shard a model over the axes of the mesh of a `DistributedConfig`, in place.
+
+    Args:
+        model: the whole model, on the meta device.
+        mesh: the mesh of the configuration.
+        plan: the plan of the axis "tp"; if left out, the plan of the configuration.
+        config: the `DistributedConfig`.
+    """
+    data_mesh = data_axes_of(mesh)
+    tensor_mesh = mesh["tp"]
     if plan is None:
         plan = plan_of(config, model)
     remedy = REMEDY
     expert_rules = expert_rules_of(config, model)
-    experts = expert_axes_of(config, mesh, expert_rules)
+    expert_axes = expert_axes_of(config, mesh, expert_rules)
     if expert_rules:
-        own_plan = plan if plan is not None else model.tp_plan or {}
-        plan = plan_of_tensor_axis(own_plan, expert_rules, experts, model)
+        plan_without_experts = plan if plan is not None else model.tp_plan or {}
+        plan = plan_of_tensor_axis(plan_without_experts, expert_rules, expert_axes, model)
         remedy = EXPERTS_REMEDY
-    is_divided = data is not None or stage_axis_of(mesh) is not None
-    if not is_divided or mesh["tp"].size() > 1:
-        _parallelize(model, mesh["tp"], plan, allows_unmatched=True, remedy=remedy)
-    if experts is not None:
-        parallelize_experts(model, experts)
-    if data is not None:
-        shard_over_data(model, config, data, experts)
+    has_other_axes = data_mesh is not None or stage_axis_of(mesh) is not None
+    # On one rank a plan does nothing, so it is not proven if other axes shard the model. Without
+    # other axes it is proven on one rank too, as for a plain mesh.
+    if tensor_mesh.size() > 1 or not has_other_axes:
+        _parallelize(model, tensor_mesh, plan, allows_unmatched=True, remedy=remedy)
+    if expert_axes is not None:
+        parallelize_experts(model, expert_axes)
+    if data_mesh is not None:
+        shard_over_data(model, config, data_mesh, expert_axes)
 
 
 def _parallelize(
@@ -174,6 +187,15 @@ def _parallelize(
     allows_unmatched: bool,
     remedy: str = REMEDY,
 ) -> None:
+    """Choose and prove a plan for a tensor axis, and apply it in place.
+
+    Args:
+        model: the model, on the meta device.
+        mesh: the tensor axis.
+        plan: the user's plan; None for the model's own.
+        allows_unmatched: whether entries of `plan` may match no module.
+        remedy: the end of the error for a plan that does not fit.
+    """
     with warnings.catch_warnings():
         # The plan of an architecture has entries for all its variants, so some match no module.
         if plan is None or allows_unmatched:
@@ -182,7 +204,8 @@ def _parallelize(
         parallelize_module(model, mesh, chosen, src_data_rank=None)
 
 
-def _tensor_axis(mesh: DeviceMesh) -> DeviceMesh:
+def _tensor_axis_of(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the axis "tp" of a mesh, or the only axis."""
     check_device_mesh("from_pretrained", mesh)
     if mesh.ndim == 1:
         return mesh
@@ -194,7 +217,8 @@ def _tensor_axis(mesh: DeviceMesh) -> DeviceMesh:
     return mesh["tp"]
 
 
-def _config(home: Path, changes: Mapping[str, Any]) -> Any:
+def _read_config(home: Path, changes: Mapping[str, Any]) -> Any:
+    """Return the configuration of a directory, with changes; raise if its weights are quantized."""
     from transformers import AutoConfig
 
     if not (home / "config.json").exists():
@@ -227,8 +251,16 @@ def _class_of(config: Any, model_class: Any) -> Any:
     return declared
 
 
-def _dtype(dtype: torch.dtype | str, config: Any, stored: Mapping[str, Stored]) -> torch.dtype:
-    """Return the dtype of floating-point parameters."""
+def _choose_dtype(
+    dtype: torch.dtype | str, config: Any, stored: Mapping[str, Stored]
+) -> torch.dtype:
+    """Return the dtype of floating-point parameters.
+
+    Args:
+        dtype: a dtype, its name, or "auto" for the dtype of the configuration.
+        config: the configuration, which may have no dtype.
+        stored: the tensors of the files, whose dtype is used if the configuration has none.
+    """
     if isinstance(dtype, torch.dtype):
         return dtype
     declared: torch.dtype | None = config.dtype if dtype == "auto" else getattr(torch, dtype)
@@ -239,56 +271,65 @@ def _dtype(dtype: torch.dtype | str, config: Any, stored: Mapping[str, Stored]) 
 
 
 def _stored_dtype(stored: Mapping[str, Stored]) -> torch.dtype:
-    """Return the dtype of the first floating-point tensor of the files.
-
-    An old configuration has no dtype.
-    """
+    """Return the dtype of the first floating-point tensor of the files, by name."""
     for name in sorted(stored):
         if stored[name].shape:
+            # A stored tensor shows its dtype on a part that is read only; this part is empty.
             no_rows = stored[name][(slice(0, 0),)]
             if no_rows.dtype.is_floating_point:
                 return no_rows.dtype
     return torch.get_default_dtype()
 
 
-def _on_meta(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
+def _build_on_meta(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
     """Build a model without storage, with the dtypes that transformers gives it."""
     with torch.device("meta"):
         # Auto classes have `from_config`, model classes have `_from_config`.
-        make = getattr(model_class, "from_config", None) or model_class._from_config
-        model = make(config, dtype=dtype)
-    # patterns of the names of modules that stay in float32
-    names = "|".join(re.escape(name) for name in model._get_dtype_plan(dtype))
-    if not names:
+        build = getattr(model_class, "from_config", None) or model_class._from_config
+        model = build(config, dtype=dtype)
+    # names of modules that stay in float32, as one pattern
+    names_in_float32 = "|".join(re.escape(name) for name in model._get_dtype_plan(dtype))
+    if not names_in_float32:
         return model
     for path, param in model.named_parameters():
-        if re.search(rf"(^|\.)({names})(\.|$)", path):
+        # A name is one or several whole parts of the path.
+        if re.search(rf"(^|\.)({names_in_float32})(\.|$)", path):
             param.data = param.data.float()
     return model
 
 
-def _check(model: Any, loaded: Loaded, *, strict: bool) -> None:
-    """Remove entries from the report that the model class declares as irrelevant.
-
-    Raise PlanError if entries are left and `strict` is true.
-    """
-    info = SimpleNamespace(missing_keys=set(loaded.missing), unexpected_keys=set(loaded.unexpected))
+def _drop_irrelevant_keys(model: Any, comparison: Loaded) -> None:
+    """Remove missing and unexpected keys that the model class declares as irrelevant."""
+    info = SimpleNamespace(
+        missing_keys=set(comparison.missing), unexpected_keys=set(comparison.unexpected)
+    )
     model._adjust_missing_and_unexpected_keys(info)
-    loaded.missing = sorted(info.missing_keys)
-    loaded.unexpected = sorted(info.unexpected_keys)
-    if strict and (loaded.missing or loaded.unexpected):
+    comparison.missing = sorted(info.missing_keys)
+    comparison.unexpected = sorted(info.unexpected_keys)
+
+
+def _check_keys(model: Any, comparison: Loaded) -> None:
+    """Raise PlanError if the files and the model do not have the same keys."""
+    if comparison.missing or comparison.unexpected:
         raise PlanError(
-            f"from_pretrained: {type(model).__name__} has missing keys {loaded.missing} and "
-            f"unexpected keys {loaded.unexpected} in the files; strict=False initializes the "
+            f"from_pretrained: {type(model).__name__} has missing keys {comparison.missing} and "
+            f"unexpected keys {comparison.unexpected} in the files; strict=False initializes the "
             "missing tensors and ignores the unexpected ones, model_class= loads another class"
         )
 
 
-def _initialize_rest(model: Any, mesh: DeviceMesh) -> None:
+def _initialize_unfilled(model: Any, mesh: DeviceMesh) -> None:
     """Initialize the parameters and buffers that no file has.
 
-    The rules of the model come first, then its constructor for buffers, then the rules of single
-    modules. If a tensor has no rule, all ranks raise PlanError.
+    Three sources of values are tried in this order: the model's `initialize_weights`, its
+    constructor (for buffers), and the rules of single modules.
+
+    Args:
+        model: the sharded model, with the values of the files.
+        mesh: the ranks over which it is sharded.
+
+    Raises:
+        PlanError: on all ranks, if no source has values for a tensor.
     """
     unfilled = UnfilledTensors(model, mesh)
     unfilled.mark()
@@ -317,14 +358,15 @@ def _mark_filled_modules(model: nn.Module, holes: Iterable[str]) -> None:
         model: the model, whose modules are marked.
         holes: paths of tensors that no file has.
     """
-    with_holes = {""}
-    for path in holes:
-        parts = path.split(".")
+    # Example: the hole "layers.0.bias" -> "", "layers" and "layers.0".
+    paths_with_holes = {""}
+    for hole in holes:
+        parts = hole.split(".")
         for count in range(1, len(parts)):
-            with_holes.add(".".join(parts[:count]))
+            paths_with_holes.add(".".join(parts[:count]))
     module: Any
     for path, module in model.named_modules():
-        module._is_hf_initialized = path not in with_holes
+        module._is_hf_initialized = path not in paths_with_holes
 
 
 def _compute_buffers(model: Any, unfilled: UnfilledTensors) -> None:
@@ -332,17 +374,18 @@ def _compute_buffers(model: Any, unfilled: UnfilledTensors) -> None:
 
     No bool value can mark a buffer as unfilled, so all bool buffers are computed.
     """
-    tensors = {path: unfilled.holes[path].tensor for path in unfilled.buffers_left()}
-    plain = {path: buffer for path, buffer in tensors.items() if not isinstance(buffer, DTensor)}
-    if not plain:
+    buffers = {path: unfilled.holes[path].tensor for path in unfilled.buffers_left()}
+    # The constructor computes whole tensors only.
+    whole = {path: buffer for path, buffer in buffers.items() if not isinstance(buffer, DTensor)}
+    if not whole:
         return
-    computed = dict(_with_buffers_alone(model).named_buffers())
-    for path, buffer in plain.items():
+    computed = dict(_build_with_buffers_only(model).named_buffers())
+    for path, buffer in whole.items():
         if path in computed and computed[path].shape == buffer.shape:
             buffer.copy_(computed[path])
 
 
-def _with_buffers_alone(model: Any) -> nn.Module:
+def _build_with_buffers_only(model: Any) -> nn.Module:
     """Build a model of this configuration: buffers on CPU, parameters without storage."""
 
     def drop_storage(module: nn.Module, name: str, param: nn.Parameter) -> nn.Parameter:
@@ -350,24 +393,26 @@ def _with_buffers_alone(model: Any) -> nn.Module:
 
     # The hook's result replaces the parameter, but torch types it as returning None.
     replace: Any = drop_storage
+    # The constructor draws random numbers, which must not change those of the program.
     with torch.random.fork_rng(devices=[]):
-        hook = register_module_parameter_registration_hook(replace)
+        handle = register_module_parameter_registration_hook(replace)
         try:
-            made: nn.Module = type(model)._from_config(deepcopy(model.config), dtype=model.dtype)
+            built: nn.Module = type(model)._from_config(deepcopy(model.config), dtype=model.dtype)
         finally:
-            hook.remove()
-    return made
+            handle.remove()
+    return built
 
 
 def _initialize(module: nn.Module, names: AbstractSet[str]) -> None:
     """Initialize some tensors of a module by its own rule; the other tensors keep their values."""
-    rule = _initializer_of(module)
-    if rule is None:
+    initializer = _initializer_of(module)
+    if initializer is None:
         return
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    # The rule initializes all tensors, so the values of the others are put back.
     with torch.no_grad():
         kept = {name: tensor.clone() for name, tensor in tensors.items() if name not in names}
-        rule()
+        initializer()
         for name, value in kept.items():
             tensors[name].copy_(value)
 
@@ -384,8 +429,14 @@ def _initializer_of(module: nn.Module) -> Callable[[], object] | None:
 # --- methods of a parallel model ------------------------------------------------------------------
 
 
-def _finish(model: Any, home: Path, mesh: DeviceMesh) -> None:
-    """Set the files' generation config, and replace methods that do not support shards."""
+def _replace_methods(model: Any, home: Path, mesh: DeviceMesh) -> None:
+    """Replace methods that do not support shards, and set the files' generation config.
+
+    Args:
+        model: the model.
+        home: the directory of its files.
+        mesh: the tensor axis.
+    """
     if model.can_generate() and (home / "generation_config.json").exists():
         generation_config = type(model.generation_config).from_pretrained(home)
         model.generation_config = generation_config
@@ -415,12 +466,14 @@ def _resize_token_embeddings(model: Any, *args: Any, **kwargs: Any) -> nn.Module
     resized_modules = (model.get_input_embeddings(), model.get_output_embeddings())
     resized_ids = {id(module) for module in resized_modules}
     modules = {path: child for path, child in model.named_modules() if id(child) in resized_ids}
-    records = {path: [*shardings_of(module)] for path, module in modules.items()}
+    # pairs of a sharding and its mesh
+    shardings_by_path = {path: [*shardings_of(module)] for path, module in modules.items()}
     # in one call, so that a weight that both modules share stays shared
     unparallelize_module(nn.ModuleList(modules.values()))
     embeddings: nn.Module = type(model).resize_token_embeddings(model, *args, **kwargs)
-    for path, applied in records.items():
-        for sharding, mesh in applied:
+    for path, shardings in shardings_by_path.items():
+        # transformers may have put another module at the path.
+        for sharding, mesh in shardings:
             apply_sharding(model.get_submodule(path), sharding, mesh)
     return embeddings
 
@@ -429,8 +482,8 @@ def _refuse_to_resize(*args: Any, **kwargs: Any) -> NoReturn:
     """Raise the error for resizing a model that is sharded over data axes."""
     raise UnsupportedModuleError(
         "resize_token_embeddings: this model is sharded over the data axes of a DistributedConfig; "
-        "resize the model in one process and save it, or load it with tp_size alone, resize it, and "
-        "then call shoal_data_parallel.fully_shard"
+        "resize the model in one process and save it, or load it with tp_size alone, resize it, "
+        "and then call shoal_data_parallel.fully_shard"
     )
 
 
@@ -443,21 +496,27 @@ def _init_continuous_batching(model: Any, mesh: DeviceMesh, *args: Any, **kwargs
     if any(isinstance(param, DTensor) for param in model.parameters()):
         config = model.config
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        divides = heads % mesh.size() == 0
-        for kind in ("k_proj", "v_proj"):
-            if not divides or not _is_sharded_by_own_plan(model, kind):
+        is_divisible = heads % mesh.size() == 0
+        for projection in ("k_proj", "v_proj"):
+            if not is_divisible or not _is_sharded_by_own_plan(model, projection):
                 raise UnsupportedModuleError(
-                    f"generate_batch of a parallel model: {kind} must be sharded by the model's "
-                    f"own plan, and its {heads} heads must be divisible by {mesh.size()} ranks, "
+                    f"generate_batch of a parallel model: {projection} must be sharded by the "
+                    f"model's own plan, and its {heads} heads must be divisible by {mesh.size()} ranks, "
                     "because transformers sizes its cache this way; use generate()"
                 )
-        # transformers takes the axis "tp", or a mesh without names, so this mesh gets none.
+        # transformers reads the size of the axis "tp", or of a mesh without names. The axis may
+        # have another name here, so the mesh that transformers gets has no names.
         model._device_mesh = DeviceMesh(mesh.device_type, mesh.mesh)
     return type(model).init_continuous_batching(model, *args, **kwargs)
 
 
 def _is_sharded_by_own_plan(model: Any, projection: str) -> bool:
-    """Tell whether the model's own plan names a projection, and all its weights are sharded."""
+    """Tell whether the model's own plan names a projection, and all its weights are sharded.
+
+    Args:
+        model: the model.
+        projection: the last part of the projection's path, such as "k_proj".
+    """
     entries = [f"{prefix}layers.*.self_attn.{projection}" for prefix in ("", "model.")]
     if not any(entry in model.tp_plan for entry in entries):
         return False
