@@ -13,6 +13,7 @@ from torch import nn
 from shoal_context_parallel import (
     StyleError,
     context_parallel,
+    context_parallel_shard,
     context_parallel_unshard,
     set_rotate_method,
 )
@@ -45,3 +46,14 @@ def test_wrong_arguments(call: str) -> None:
     for wrong in WRONG:
         with fake_world(2), pytest.raises(StyleError):
             CALLS[call](init_device_mesh("cpu", (2,)), wrong)
+
+
+def test_a_load_balancer_is_a_layout() -> None:
+    wrong_values: list[Any] = [wrong for wrong in WRONG if wrong is not None]
+    for wrong in wrong_values:
+        with fake_world(2):
+            mesh = init_device_mesh("cpu", (2,))
+            with pytest.raises(StyleError, match="load_balancer must be a SequenceLayout"):
+                context_parallel_unshard(mesh, [torch.ones(2)], [0], wrong)
+            with pytest.raises(StyleError, match="load_balancer must be a SequenceLayout"):
+                context_parallel_shard(mesh, [torch.ones(2)], [0], wrong)

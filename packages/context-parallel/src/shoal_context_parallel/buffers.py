@@ -214,6 +214,7 @@ def context_parallel_unshard(
 
     Raises:
         LayoutError: on all ranks, if the ranks' shards do not fit the layout.
+        LayoutTypeError: if the load balancer is not a `SequenceLayout`.
 
     Example:
         >>> from shoal_mesh import init_device_mesh
@@ -223,6 +224,7 @@ def context_parallel_unshard(
         [tensor([0, 1, 2])]
     """
     comm = comm_of_one_axis(mesh)
+    check_load_balancer("context_parallel_unshard", load_balancer)
     sequences = _with_sequence_dims("context_parallel_unshard", buffers, seq_dims)
     if not sequences:
         return []
@@ -249,6 +251,15 @@ def context_parallel_unshard(
         gathered = all_gather_v(shard.detach().contiguous(), comm, layout.sizes, dim)
         tensors.append(order_gathered(gathered, layout, dim))
     return tensors
+
+
+def check_load_balancer(call: str, load_balancer: object) -> None:
+    """Refuse a load balancer that is not a layout; None stands for the default."""
+    if load_balancer is not None and not isinstance(load_balancer, SequenceLayout):
+        raise LayoutTypeError(
+            f"{call}: load_balancer must be a SequenceLayout, such as "
+            f"head_tail_layout(length, ranks), got {type(load_balancer).__name__}"
+        )
 
 
 def _layout_of_block(length: int, ranks: int) -> SequenceLayout:

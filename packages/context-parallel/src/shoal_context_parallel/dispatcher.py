@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from shoal_dtensor import DTensor, Shard, Spec
-from shoal_dtensor.errors import LayoutError, LayoutTypeError
+from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import (
     check_device_mesh,
     pytree,
@@ -34,7 +34,7 @@ from shoal_dtensor.internal import (
 from shoal_mesh import DeviceMesh
 
 from .attention.argument_checks import comm_of_one_axis
-from .buffers import default_method
+from .buffers import check_load_balancer, default_method
 from .context_options import ContextOptions
 from .dtensor_arguments import (
     are_placed_alike,
@@ -118,14 +118,10 @@ def context_parallel_shard(
             )
     if not tensors:
         return buffers
+    check_load_balancer("context_parallel_shard", load_balancer)
     layout = load_balancer
     if layout is None:
         layout = SequenceLayout.contiguous(tensors[0].shape[dims[0]], comm.size)
-    if not isinstance(layout, SequenceLayout):
-        raise LayoutTypeError(
-            "context_parallel_shard: load_balancer must be a SequenceLayout, such as "
-            f"head_tail_layout(length, ranks), got {type(layout).__name__}"
-        )
     if layout.ranks != comm.size:
         raise LayoutError(
             f"context_parallel_shard: the layout is for {layout.ranks} ranks, but the axis has "
