@@ -24,7 +24,7 @@ from ..stages.tied_weights import TiedWeights
 from ..weights.loading import Loaded, Source, Stored, load_sharded
 from .checked_stages import check_stages
 
-# of a model: the scope of its norms, which lives as long as the model
+# The attribute of a model that holds the scope of its norms, so that it lives as long as the model.
 _NORMS = "_shoal_stage_norms"
 
 
@@ -58,7 +58,7 @@ class PipelineStages:
     Args:
         model: the whole model, which is not parallel.
         mesh: the axis of stages.
-        loaded: the entries that the files or the model do not have.
+        loaded: the comparison of the files and the model, with the missing entries.
 
     Raises:
         PlanError: if the model has no parts for stages, if its stages would compute other values,
@@ -69,7 +69,7 @@ class PipelineStages:
     def __init__(self, model: Any, mesh: DeviceMesh, loaded: Loaded) -> None:
         stages = mesh.size()
         if loaded.missing:
-            # Each stage draws from a generator of its own.
+            # Each stage would draw random values without those of the stages before.
             raise PlanError(
                 f"DistributedConfig(pp_size={stages}): the files do not have {loaded.missing[:3]}, "
                 "and stages would not initialize them to the values of one process; load the model "
@@ -90,15 +90,16 @@ class PipelineStages:
         """
         tied = {id(weight) for weight in tied_weights(model, self._parts)}
         self._tied = [name for name, weight in model.named_parameters() if id(weight) in tied]
-        of_model = {entry.source for entry in entries_of(model)}
+        entries_of_model = {entry.source for entry in entries_of(model)}
         link = CommLink(self._mesh.comm(0))
         stage = Stage(model, self._parts, link)
         if not stage.is_last:
             # The head is on the last stage, where it is tied.
             model.all_tied_weights_keys = {}
-        of_stage = {entry.source for entry in entries_of(model)}
-        of_others = of_model - of_stage
-        return {name: tensor for name, tensor in stored.items() if name not in of_others}
+        entries_of_stage = {entry.source for entry in entries_of(model)}
+        entries_of_others = entries_of_model - entries_of_stage
+        # Entries that no stage has are kept, for the report of unexpected entries.
+        return {name: tensor for name, tensor in stored.items() if name not in entries_of_others}
 
     def join(self, model: Any) -> None:
         """Have gradients of tied weights, and norms of gradients, be those of all stages.

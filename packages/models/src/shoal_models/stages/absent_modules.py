@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from shoal_dtensor.errors import UnsupportedModuleError
 
-# Kinds of attributes that a model may read from a layer, such as the kind of its attention.
-_PLAIN = (str, int, float, bool, type(None))
+# Types of attributes that a model may read from a layer, such as the kind of its attention.
+_PLAIN_VALUES = (str, int, float, bool, type(None))
 
 
 class AbsentModule(nn.Module):
@@ -40,28 +40,30 @@ class AbsentModule(nn.Module):
         super().__init__()
         for name, weight in weights.items():
             self.register_parameter(name, weight)
-        self.replaced = type(module).__name__
-        # the number of hidden features; None for modules that get hidden states
+        self.replaced_class = type(module).__name__
+        # For embeddings, which get tokens, the number of hidden features. None for modules that get
+        # hidden states.
         self.width: int | None = None
         dtype: torch.dtype | None = None
         if isinstance(module, nn.Embedding):
             self.width = module.embedding_dim
             dtype = module.weight.dtype
-        # without elements; its dtype follows `model.to(dtype)`
-        like = torch.empty(0, dtype=dtype, device="cpu")
-        self.register_buffer("like", like, persistent=False)
+        # A buffer without elements: `model.to(dtype)` changes its dtype, as it would change that of
+        # embeddings.
+        dtype_holder = torch.empty(0, dtype=dtype, device="cpu")
+        self.register_buffer("dtype_holder", dtype_holder, persistent=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return hidden states of zeros for tokens, and other inputs as they are."""
-        given = _first(args, kwargs)
+        tensor = _first_tensor(args, kwargs)
         if self.width is None:
-            return given
-        dtype = self.get_buffer("like").dtype
-        return torch.zeros(*given.shape, self.width, dtype=dtype, device=given.device)
+            return tensor
+        dtype = self.get_buffer("dtype_holder").dtype
+        return torch.zeros(*tensor.shape, self.width, dtype=dtype, device=tensor.device)
 
     def extra_repr(self) -> str:
         """Return the name of the class that is on another stage."""
-        return f"{self.replaced} of another stage"
+        return f"{self.replaced_class} of another stage"
 
 
 class AbsentLayer(nn.Module):
@@ -74,23 +76,29 @@ class AbsentLayer(nn.Module):
 
     def __init__(self, layer: nn.Module, number: int) -> None:
         super().__init__()
-        self.replaced = type(layer).__name__
+        self.replaced_class = type(layer).__name__
         self.number = number
+        # The model may read plain attributes of the layer.
         for name, value in vars(layer).items():
-            if isinstance(value, _PLAIN) and not name.startswith("_") and not hasattr(self, name):
+            if (
+                isinstance(value, _PLAIN_VALUES)
+                and not name.startswith("_")
+                and not hasattr(self, name)
+            ):
                 setattr(self, name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the hidden states that the layer gets, and add their positions to the cache."""
-        hidden = _first(args, kwargs)
+        hidden = _first_tensor(args, kwargs)
         self._extend_cache(hidden, kwargs)
         return hidden
 
     def extra_repr(self) -> str:
         """Return the name of the class that is on another stage."""
-        return f"{self.replaced} of another stage"
+        return f"{self.replaced_class} of another stage"
 
     def _extend_cache(self, hidden: Tensor, kwargs: dict[str, Any]) -> None:
+        """Add the positions of hidden states (rows, positions, features) to a cache in `kwargs`."""
         from transformers.cache_utils import Cache, CacheLayerMixin
 
         for cache in kwargs.values():
@@ -98,14 +106,16 @@ class AbsentLayer(nn.Module):
                 continue
             has_entry = self.number < len(cache.layers)
             if has_entry and not isinstance(cache.layers[self.number], CacheLayerMixin):
+                # The entry is of a layer without keys, such as one with a recurrent state.
                 continue
-            # one head of one feature: (rows, 1, positions, 1)
-            positions = hidden.new_zeros(hidden.shape[0], 1, hidden.shape[1], 1)
-            cache.update(positions, positions, self.number)
+            # The smallest keys and values: one head of one feature, (rows, 1, positions, 1).
+            rows, positions = hidden.shape[:2]
+            keys = hidden.new_zeros(rows, 1, positions, 1)
+            cache.update(keys, keys, self.number)
 
 
 class ReceivingLayer(AbsentLayer):
-    """The layer before those of this stage.
+    """The layer before this stage's first layer.
 
     Args:
         layer: the layer that this one replaces.
@@ -126,7 +136,7 @@ class ReceivingLayer(AbsentLayer):
 
 
 class SendingLayer(AbsentLayer):
-    """The layer after those of this stage.
+    """The layer after this stage's last layer.
 
     Args:
         layer: the layer that this one replaces.
@@ -142,11 +152,12 @@ class SendingLayer(AbsentLayer):
         """Send the hidden states, and return their values without a gradient."""
         hidden = super().forward(*args, **kwargs)
         self.send(hidden)
+        # The gradient comes from the next stage, through the token of `send`.
         return hidden.detach()
 
 
-def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the first argument of a call, or raise if it is not what a model passes to a layer."""
+def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the first argument of a call, or raise if it is not a tensor."""
     value = args[0] if args else next(iter(kwargs.values()), None)
     if not isinstance(value, Tensor):
         raise UnsupportedModuleError(

@@ -7,9 +7,9 @@
       ...                           ...
       send's backward <- gradient -- receive's backward
 
-On every stage the outputs depend on what the stage has sent, so `loss.backward()` on all ranks runs
-the whole backward. Only the last stage's gradient of the outputs counts: all ranks compute the same
-loss.
+A token on every stage but the last makes the outputs depend on the hidden states that the stage has
+sent. So `loss.backward()` on all ranks runs the whole backward. The gradient of the outputs is that
+of the last stage: all ranks compute the same loss, and the others' gradients are dropped.
 """
 
 from __future__ import annotations
@@ -28,13 +28,21 @@ from ..errors import StageError
 from . import messages
 
 _FIRST_ORDER = (
-    "the stages of a model with pp_size send gradients of first order only; call backward() without "
-    "create_graph, or load the model with tp_size"
+    "the stages of a model with pp_size send gradients of first order only; call backward() "
+    "without create_graph, or load the model with tp_size"
 )
 
 
+# Ranks in a communicator of two neighboring stages.
+_EARLIER_STAGE = 0
+_LATER_STAGE = 1
+
+
 class StageLink(Protocol):
-    """The connection of a stage to the others; a proof runs all stages in one process.
+    """The connection of a stage to the other stages.
+
+    `CommLink` connects the stages of ranks. A proof runs all stages in one process, with a link of
+    its own.
 
     Attributes:
         stage: the number of the stage.
@@ -56,23 +64,26 @@ class StageLink(Protocol):
         """Return the outputs of the last stage on every stage.
 
         Args:
-            outputs: the outputs of this stage, which count on the last one.
+            outputs: the outputs of this stage; those of the last stage are delivered.
             token: the token of `send`; None on the last stage.
             device: the device of the outputs.
         """
 
     def fail(self, error: BaseException, device: torch.device, *, has_sent: bool) -> None:
-        """Tell the other stages that this one has raised.
+        """Make the other stages raise too, because this stage has raised.
 
         Args:
             error: the error.
             device: the device of the model.
-            has_sent: whether this stage has sent its hidden states.
+            has_sent: whether this stage has sent its hidden states, so that the next stage runs.
         """
 
 
 class CommLink:
-    """The connection of the stage of this rank.
+    """The connection of this rank's stage, by broadcasts.
+
+    Neighboring stages have a communicator of two ranks, the earlier stage first. The outputs are
+    sent over all stages.
 
     Args:
         comm: the communicator along the axis of the stages.
@@ -82,6 +93,7 @@ class CommLink:
         self.stage = comm.rank
         self.stages = comm.size
         self._all = comm
+        # with the stage before, and with the stage after
         self._before: Comm | None = None
         self._after: Comm | None = None
         if self.stage > 0:
@@ -91,13 +103,14 @@ class CommLink:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise UnsupportedModuleError(
-            "a model with pp_size cannot be copied: gradients of tied weights and norms of gradients "
-            "would be those of one stage. Save it, and load the copy with hf.from_pretrained"
+            "a model with pp_size cannot be copied: gradients of tied weights and norms of "
+            "gradients would be those of one stage. Save it, and load the copy with "
+            "hf.from_pretrained"
         )
 
     def receive(self, device: torch.device) -> Tensor:
         assert self._before is not None, "the first stage receives nothing"
-        (arrived,) = messages.receive(self._before, 0, device).values()
+        (arrived,) = messages.receive(self._before, _EARLIER_STAGE, device).values()
         if not arrived.requires_grad:
             return arrived.tensor
         received: Tensor = apply(_Receive, _anchor(device), arrived.tensor, self._before)
@@ -107,6 +120,7 @@ class CommLink:
         assert self._after is not None, "the last stage sends nothing"
         messages.send({"hidden": hidden}, self._after, hidden.device)
         if not hidden.requires_grad:
+            # The next stage sends no gradient back, so a backward has nothing to wait for.
             return _anchor(hidden.device)
         token: Tensor = apply(_Send, hidden, self._after)
         return token
@@ -120,17 +134,19 @@ class CommLink:
             return outputs
         arrived = messages.receive(self._all, last, device)
         delivered = {name: value.tensor for name, value in arrived.items()}
-        dependent = [name for name, value in arrived.items() if value.requires_grad]
-        values = [delivered[name] for name in dependent]
-        with_token: tuple[Tensor, ...] = apply(_Deliver, token, *values)
-        return {**delivered, **dict(zip(dependent, with_token, strict=True))}
+        names_with_gradient = [name for name, value in arrived.items() if value.requires_grad]
+        values = [delivered[name] for name in names_with_gradient]
+        values_with_token: tuple[Tensor, ...] = apply(_Deliver, token, *values)
+        return {**delivered, **dict(zip(names_with_gradient, values_with_token, strict=True))}
 
     def fail(self, error: BaseException, device: torch.device, *, has_sent: bool) -> None:
         rank = self._all.line[self.stage]
         text = f"stage {self.stage} (rank {rank}) raised {type(error).__name__}: {error}"
         if isinstance(error, StageError):
-            # the stage before has failed, and its error is passed on
+            # An earlier stage has failed, and its error is passed on.
             text = str(error)
+        # The failure takes the place of the messages that other stages wait for: the hidden states
+        # of the next stage, and then the outputs of the last stage.
         if self._after is None:
             messages.send_failure(text, self._all, device)
             return
@@ -139,12 +155,16 @@ class CommLink:
         try:
             messages.receive(self._all, self.stages - 1, device)
         except StageError:
-            # the last stage passes the error on; this stage raises its own
+            # The last stage passes the error on. This stage raises its own error, in its forward.
             return
 
 
 def _anchor(device: torch.device) -> Tensor:
-    """Return a tensor that requires a gradient, so that autograd runs a backward that has no input."""
+    """Return a tensor that requires a gradient, without elements that matter.
+
+    As an argument of an autograd function it makes autograd run the function's backward, though no
+    other argument requires a gradient.
+    """
     return torch.zeros((), device=device, requires_grad=True)
 
 
@@ -154,14 +174,14 @@ class _Receive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, hidden: Tensor, comm: Comm) -> Tensor:
         ctx.comm = comm
-        # The output is the tensor itself and not a view of it, so callers may write to it.
+        # Without this, the output would be a view, which callers must not write to.
         ctx.mark_dirty(hidden)
         return hidden
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
         first_order_only(_FIRST_ORDER)
-        broadcast(gradient.contiguous(), ctx.comm, 1)
+        broadcast(gradient.contiguous(), ctx.comm, _LATER_STAGE)
         return None, None, None
 
 
@@ -171,15 +191,17 @@ class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, comm: Comm) -> Tensor:
         ctx.comm = comm
-        ctx.like = torch.empty_like(hidden, device="meta")
+        # shape and dtype of the gradient, without its memory
+        ctx.gradient_like = torch.empty_like(hidden, device="meta")
         ctx.device = hidden.device
         return hidden.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         first_order_only(_FIRST_ORDER)
-        target = torch.empty(ctx.like.shape, dtype=ctx.like.dtype, device=ctx.device)
-        return broadcast(target, ctx.comm, 1), None
+        like = ctx.gradient_like
+        received = torch.empty(like.shape, dtype=like.dtype, device=ctx.device)
+        return broadcast(received, ctx.comm, _LATER_STAGE), None
 
 
 class _Deliver(torch.autograd.Function):
@@ -196,4 +218,5 @@ class _Deliver(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         first_order_only(_FIRST_ORDER)
         (token,) = ctx.saved_tensors
+        # The gradient of the token only makes autograd run the backward of `_Send`.
         return torch.zeros_like(token), *[None for _ in gradients]

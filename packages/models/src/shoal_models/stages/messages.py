@@ -1,7 +1,8 @@
 """Messages between stages: tensors whose shapes and dtypes the receiver learns from the message.
 
-A message is a description of fixed size, and then the tensors. A stage that has failed sends the
-text of its error in the place of tensors, so that no other stage waits for them.
+A message is a description of fixed size, and then the tensors; each is one broadcast. A stage that
+has failed sends the text of its error in the place of tensors, so that no other stage waits for
+them.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from shoal_mesh import Comm, broadcast
 
 from ..errors import StageError
 
+# Size of the pickle of a `Description`, padded.
 _DESCRIPTION_BYTES = 2048
-# the longest text of an error, of at most 4 bytes a character
+# The longest text of an error: 400 characters of at most 4 bytes leave room for the rest.
 _MOST_CHARACTERS = 400
 
 
@@ -77,14 +79,19 @@ def send_failure(text: str, comm: Comm, device: torch.device) -> None:
 
 
 def receive(comm: Comm, source: int, device: torch.device) -> dict[str, Arrived]:
-    """Return the tensors of a rank of a communicator, by name.
+    """Return the tensors that a rank sends by `send`, by name.
+
+    Args:
+        comm: the communicator.
+        source: the rank in it that sends.
+        device: the device of the tensors.
 
     Raises:
         StageError: if the rank sent the text of an error.
     """
     empty = torch.zeros(_DESCRIPTION_BYTES, dtype=torch.uint8)
-    sent = broadcast(empty.to(device_of_numbers(comm, device)), comm, source)
-    description: Description = pickle.loads(bytes(sent.cpu().tolist()))
+    received = broadcast(empty.to(device_of_numbers(comm, device)), comm, source)
+    description: Description = pickle.loads(bytes(received.cpu().tolist()))
     if description.failure:
         raise StageError(description.failure)
     arrived = {}
@@ -95,8 +102,8 @@ def receive(comm: Comm, source: int, device: torch.device) -> dict[str, Arrived]
 
 
 def _send_description(description: Description, comm: Comm, device: torch.device) -> None:
-    data = pickle.dumps(description)
-    assert len(data) <= _DESCRIPTION_BYTES, "a description of few tensors is short"
+    pickled = pickle.dumps(description)
+    assert len(pickled) <= _DESCRIPTION_BYTES, "a description of few tensors is short"
     # `pickle.loads` ignores the padding after the pickle.
-    padded = torch.tensor(list(data.ljust(_DESCRIPTION_BYTES, b"\0")), dtype=torch.uint8)
+    padded = torch.tensor(list(pickled.ljust(_DESCRIPTION_BYTES, b"\0")), dtype=torch.uint8)
     broadcast(padded.to(device_of_numbers(comm, device)), comm, comm.rank)

@@ -38,15 +38,21 @@ class Stage:
     def __init__(self, model: Any, parts: ModelParts, link: StageLink) -> None:
         self.link = link
         self.is_last = link.stage == link.stages - 1
+        # whether the model's forward is running
         self._is_running = False
+        # the token of `link.send`, from the layer that sends until the end of the forward
         self._token: Tensor | None = None
+        # whether the caller wants a tuple in place of a `ModelOutput`
         self._returns_tuple = False
         self._replace_modules(model, parts)
         model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
         model.register_forward_hook(self._end, with_kwargs=True, always_call=True)
 
     def _replace_modules(self, model: nn.Module, parts: ModelParts) -> None:
-        """Replace the modules of other stages."""
+        """Replace the modules of other stages by modules without parameters.
+
+        The last stage keeps the weights that it shares with the first, under their names there.
+        """
         is_first = self.link.stage == 0
         own = parts.layers_of(self.link.stage, self.link.stages)
         layers: Any = model.get_submodule(parts.layers)
@@ -59,14 +65,18 @@ class Stage:
                 layers[number] = SendingLayer(layer, number, self._send)
             else:
                 layers[number] = AbsentLayer(layer, number)
-        shared = {id(weight) for weight in tied_weights(model, parts)} if self.is_last else ()
-        for name in () if is_first else parts.before:
-            replaced = model.get_submodule(name)
-            weights = dict(replaced.named_parameters(recurse=False))
-            kept = {key: weight for key, weight in weights.items() if id(weight) in shared}
-            model.set_submodule(name, AbsentModule(replaced, kept))
-        for name in () if self.is_last else parts.after:
-            model.set_submodule(name, AbsentModule(model.get_submodule(name), {}))
+        ids_of_tied: set[int] = set()
+        if self.is_last:
+            ids_of_tied = {id(weight) for weight in tied_weights(model, parts)}
+        if not is_first:
+            for name in parts.before:
+                module = model.get_submodule(name)
+                weights = dict(module.named_parameters(recurse=False))
+                kept = {key: weight for key, weight in weights.items() if id(weight) in ids_of_tied}
+                model.set_submodule(name, AbsentModule(module, kept))
+        if not self.is_last:
+            for name in parts.after:
+                model.set_submodule(name, AbsentModule(model.get_submodule(name), {}))
 
     # --- what the replaced layers call ------------------------------------------------------------
 
@@ -90,22 +100,28 @@ class Stage:
     def _begin(
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Prepare the arguments of this stage's forward; a hook."""
+        """Prepare the arguments of this stage's forward: all by name.
+
+        A hook before the model's forward. It decides by arguments and configuration, so it raises
+        on all ranks or on none.
+        """
         named = _named_arguments(model, args, kwargs)
         for option in _OUTPUTS_OF_LAYERS:
-            value = named.get(option)
-            wanted = getattr(model.config, option, False) if value is None else value
-            if wanted:
+            is_wanted = named.get(option)
+            if is_wanted is None:
+                is_wanted = getattr(model.config, option, False)
+            if is_wanted:
                 raise UnsupportedModuleError(
                     f"{option}=True: each stage of a model with pp_size has the outputs of its own "
                     f"layers only; pass {option}=False, or load the model with tp_size"
                 )
         if not self.is_last:
-            # the last stage alone has logits, and computes the loss
+            # The last stage alone has logits, and computes the loss.
             named["labels"] = None
         return_dict = named.get("return_dict")
         if return_dict is None:
             return_dict = getattr(model.config, "return_dict", True)
+        # `_end` replaces outputs by name, and makes a tuple of them if one is wanted.
         self._returns_tuple = not return_dict
         named["return_dict"] = True
         self._is_running = True
@@ -113,9 +129,13 @@ class Stage:
         return (), named
 
     def _end(self, model: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> Any:
-        """Return the outputs of the last stage, with this stage's cache; a hook."""
+        """Return the outputs of the last stage, with this stage's cache.
+
+        A hook after the model's forward, which torch also calls if the forward has raised: then
+        `outputs` is None.
+        """
         if not self._is_running:
-            # `_begin` has raised on all ranks
+            # `_begin` has raised, on all ranks.
             return None
         self._is_running = False
         token = self._token
@@ -124,18 +144,19 @@ class Stage:
             self._report_failure(model, has_sent=token is not None)
             return None
         device = outputs.logits.device
-        own = {name: value for name, value in outputs.items() if isinstance(value, Tensor)}
-        delivered = self.link.deliver(own if self.is_last else {}, token, device)
+        tensors = {name: value for name, value in outputs.items() if isinstance(value, Tensor)}
+        sent = tensors if self.is_last else {}
+        delivered = self.link.deliver(sent, token, device)
         complete = type(outputs)(**{**outputs, **delivered})
         return complete.to_tuple() if self._returns_tuple else complete
 
     def _report_failure(self, model: nn.Module, *, has_sent: bool) -> None:
-        """Tell the other stages about the error that the forward has raised."""
+        """Make the other stages raise the error that the forward has raised."""
         error = sys.exception()
         assert error is not None, "torch calls the hook while it handles the error"
-        is_of_peer = isinstance(error, CollectiveError) and not isinstance(error, StageError)
-        if is_of_peer:
-            # The transport has an error already, which the other ranks raise too.
+        is_of_transport = isinstance(error, CollectiveError) and not isinstance(error, StageError)
+        if is_of_transport:
+            # A collective has failed, so the other ranks raise too, and no message can be sent.
             return
         device = next(model.parameters()).device
         self.link.fail(error, device, has_sent=has_sent)
@@ -144,7 +165,7 @@ class Stage:
 def _named_arguments(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of a model's forward by name."""
+    """Return the arguments of a model's forward by name, `**kwargs` of its signature included."""
     signature = inspect.signature(model.forward)
     bound = signature.bind_partial(*args, **kwargs).arguments
     named: dict[str, Any] = {}

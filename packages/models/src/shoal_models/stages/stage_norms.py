@@ -13,7 +13,7 @@ from .tied_weights import TiedWeights
 
 
 class StageNorms:
-    """The parameters of one stage, which count in the norm of all stages.
+    """The scope of a norm over all stages: each rank adds the parameters of its stage.
 
     Args:
         model: the model with this stage's parameters.
@@ -27,21 +27,25 @@ class StageNorms:
         self._tied = tied
 
     def comm(self) -> Comm:
+        """Return the communicator over which norms are added."""
         return self._comm
 
     def holds(self, parameters: Sequence[Tensor]) -> bool:
+        """Tell whether one of the parameters is of this stage's model."""
         own = self._own_ids()
         return any(id(parameter) in own for parameter in parameters)
 
     def counts(self, parameter: Tensor) -> bool:
-        """Tell whether this rank counts a parameter.
+        """Tell whether this rank adds a parameter to the norm.
 
-        The first stage counts tied weights, and parameters that are not those of the model, which
-        all stages have.
+        Each parameter is added once. The first stage adds tied weights, and parameters that are not
+        of the model, which all ranks have.
         """
-        is_first = self._comm.rank == 0
+        is_first_stage = self._comm.rank == 0
+        if is_first_stage:
+            return True
         is_tied = self._tied is not None and self._tied.holds(parameter)
-        return is_first or (id(parameter) in self._own_ids() and not is_tied)
+        return id(parameter) in self._own_ids() and not is_tied
 
     def _own_ids(self) -> set[int]:
         model = self._model()

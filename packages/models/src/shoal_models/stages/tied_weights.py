@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shoal_dtensor.internal import local_of, running_pass
 from shoal_mesh import Comm, comm_over, permute
 
-# of a weight that has its hook
+# The attribute of a weight that has its hook.
 _HOOKED = "_shoal_tied_hook"
 
 
@@ -33,11 +33,12 @@ class TiedWeights:
 
     def __init__(self, model: nn.Module, comm: Comm, names: Sequence[str]) -> None:
         self._model = weakref.ref(model)
+        # the first and the last stage
         self._comm = comm_over((comm.line[0], comm.line[-1]), "tied weights")
         self._names = names
-        # for each name, the handle of the hook of its present weight
+        # by name, the handle of the hook on the weight that has this name at present
         self._handles: dict[str, Any] = {}
-        model.register_forward_pre_hook(self._watch)
+        model.register_forward_pre_hook(self._add_hooks)
 
     def holds(self, parameter: Tensor) -> bool:
         """Tell whether a parameter is one of these weights."""
@@ -48,8 +49,8 @@ class TiedWeights:
         assert model is not None, "a hook of a model outlived the model"
         return model.get_parameter(name)
 
-    def _watch(self, model: nn.Module, args: Any) -> None:
-        """Give each weight a hook, unless it has it; a hook of the model.
+    def _add_hooks(self, model: nn.Module, args: Any) -> None:
+        """Give each weight without a hook its hook; called before each forward of the model.
 
         Calls such as `model.to(dtype)` may put other parameters in the place of the weights.
         """
@@ -59,15 +60,18 @@ class TiedWeights:
                 continue
             if name in self._handles:
                 self._handles[name].remove()
-            self._handles[name] = weight.register_hook(partial(self._collect, name))
+            self._handles[name] = weight.register_hook(partial(self._keep_gradient, name))
             setattr(weight, _HOOKED, True)
 
-    def _collect(self, name: str, gradient: Tensor) -> None:
-        """Keep a gradient for the end of the backward; a hook of the weight."""
+    def _keep_gradient(self, name: str, gradient: Tensor) -> None:
+        """Keep a gradient for the end of the backward; the hook of the weight.
+
+        Autograd calls it before it adds the gradient to the weight's `grad`.
+        """
         weight = self._weight(name)
         earlier = None if weight.grad is None else weight.grad.clone()
-        found = _TiedGradient(name, weight, gradient, earlier)
-        running_pass().part(_TiedGradients).add(found, self._comm)
+        tied_gradient = _TiedGradient(name, weight, gradient, earlier)
+        running_pass().part(_TiedGradients).add(tied_gradient, self._comm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +90,10 @@ class _TiedGradient:
     gradient: Tensor
     earlier: Tensor | None
 
-    def add_other(self, comm: Comm) -> None:
-        """Add the gradient of the stage at the other end."""
+    def sum_over_stages(self, comm: Comm) -> None:
+        """Set the weight's `grad` to the earlier gradient plus the gradients of both stages."""
         own = local_of(self.gradient).contiguous()
+        # [1, 0]: the two ranks exchange their tensors.
         other = permute(own, comm, [1, 0])
         # Both stages add in one order, so that their sums have the same bits.
         first = own if comm.rank == 0 else other
@@ -103,19 +108,19 @@ class _TiedGradients:
     """The gradients of tied weights in one backward, which are exchanged at its end."""
 
     def __init__(self) -> None:
-        self._found: list[tuple[_TiedGradient, Comm]] = []
+        self._kept: list[tuple[_TiedGradient, Comm]] = []
 
     def add(self, gradient: _TiedGradient, comm: Comm) -> None:
         """Keep a gradient, and the communicator of the two stages."""
-        self._found.append((gradient, comm))
+        self._kept.append((gradient, comm))
 
     @torch.no_grad()
     def finish(self) -> None:
         """Exchange the gradients, in the same order on both stages."""
-        for gradient, comm in sorted(self._found, key=lambda found: found[0].name):
-            gradient.add_other(comm)
-        self._found = []
+        for gradient, comm in sorted(self._kept, key=lambda kept: kept[0].name):
+            gradient.sum_over_stages(comm)
+        self._kept = []
 
     def fail(self) -> None:
         """Drop the gradients of a backward that raised."""
-        self._found = []
+        self._kept = []
