@@ -38,7 +38,7 @@ def parallelize_adapters(model: Model) -> Model:
     Linears. Their weights are replicated (R) or sharded (S):
 
         layer     A      B
-        columns   R      S(0)   B has the style of the layer; its input sums A's gradient over the ranks
+        columns   R      S(0)   B has the style of the layer; its input sums A's gradient over ranks
         rows      S(1)   R      A has the style of the layer
 
     Call this function after `get_peft_model` or `PeftModel.from_pretrained` on a parallel model. If
@@ -56,7 +56,8 @@ def parallelize_adapters(model: Model) -> Model:
 
     Example:
         >>> from peft import LoraConfig, get_peft_model  # doctest: +SKIP
-        >>> model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "o_proj"]))  # doctest: +SKIP
+        >>> config = LoraConfig(target_modules=["q_proj", "o_proj"])  # doctest: +SKIP
+        >>> model = get_peft_model(model, config)  # doctest: +SKIP
         >>> model = parallelize_adapters(model)  # doctest: +SKIP
     """
     layers = [*_adapted_layers(model)]
@@ -200,8 +201,8 @@ def load_adapters(
         if differing:
             raise CheckpointError(
                 f"load_adapters: {file} and the model's adapter {adapter_name!r} differ in "
-                f"{', '.join(sorted(differing))}; make the model with the adapter_config.json beside "
-                "the file"
+                f"{', '.join(sorted(differing))}; make the model with the adapter_config.json "
+                "beside the file"
             )
         if model.peft_config[adapter_name].is_prompt_learning:
             _load_prompt(model, {name: stored[name][slice(None),] for name in state}, adapter_name)

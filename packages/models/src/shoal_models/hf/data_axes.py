@@ -4,7 +4,7 @@ A rule of the model's `fsdp_plan`, or of the configuration's, names modules and 
 with their gathered parameters:
 
     rule                                    the modules' parameters
-    "model.layers.*": "free_full_weight"    are freed after a forward, and gathered again in backward
+    "model.layers.*": "free_full_weight"    are freed after a forward and gathered in the backward
     "model.norm": "keep_full_weight"        stay gathered until the backward has ended
 """
 
@@ -81,8 +81,8 @@ def _plan_of(config: Any, model: Any) -> dict[str, str]:
     class_name = type(model).__name__
     if unmatched:
         raise PlanError(
-            f"DistributedConfig: the rules {unmatched} of fsdp_plan name no module of {class_name}; names "
-            f"are whole, such as {[*plan_of_model][:3]}"
+            f"DistributedConfig: the rules {unmatched} of fsdp_plan name no module of "
+            f"{class_name}; names are whole, such as {[*plan_of_model][:3]}"
         )
     plan = {**plan_of_model, **rules}
     unknown = {style for style in plan.values() if style not in _FREES}
@@ -93,8 +93,8 @@ def _plan_of(config: Any, model: Any) -> dict[str, str]:
         )
     if not plan:
         raise PlanError(
-            f"{class_name} does not have an fsdp_plan; pass DistributedConfig(fsdp_plan={{...}}), with "
-            "modules such as 'model.layers.*': 'free_full_weight'"
+            f"{class_name} does not have an fsdp_plan; pass DistributedConfig(fsdp_plan={{...}}), "
+            "with modules such as 'model.layers.*': 'free_full_weight'"
         )
     return plan
 

@@ -32,7 +32,7 @@ class DataRows:
         self._comm = flat.comm(0)
 
     def install_in_accelerator(self, accelerator: Any) -> None:
-        """Have an accelerator's loaders read this rank's rows, and its `gather` those of all ranks."""
+        """Make an accelerator's loaders read this rank's rows, and its `gather` all ranks' rows."""
         inner = accelerator.prepare_data_loader
 
         def prepare_data_loader(loader: Any, device_placement: bool | None = None, **_: Any) -> Any:

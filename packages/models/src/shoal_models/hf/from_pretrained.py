@@ -501,8 +501,9 @@ def _init_continuous_batching(model: Any, mesh: DeviceMesh, *args: Any, **kwargs
             if not is_divisible or not _is_sharded_by_own_plan(model, projection):
                 raise UnsupportedModuleError(
                     f"generate_batch of a parallel model: {projection} must be sharded by the "
-                    f"model's own plan, and its {heads} heads must be divisible by {mesh.size()} ranks, "
-                    "because transformers sizes its cache this way; use generate()"
+                    f"model's own plan, and its {heads} heads must be divisible by "
+                    f"{mesh.size()} ranks, because transformers sizes its cache this way; use "
+                    "generate()"
                 )
         # transformers reads the size of the axis "tp", or of a mesh without names. The axis may
         # have another name here, so the mesh that transformers gets has no names.

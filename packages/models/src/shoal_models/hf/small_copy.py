@@ -1,9 +1,9 @@
 """`small_copy`: a small copy of a transformers model, with example inputs, to prove a plan on.
 
 The copy has every kind of layer of the model, and as few layers as possible. Its weights are
-random. It keeps the widths of the configuration if it then has at most `_FEW_PARAMETERS` parameters:
-one process holds the parameters of all simulated ranks. Otherwise widths and experts are divided by
-a power of two and the vocabulary is shortened; numbers of heads stay as they are.
+random. It keeps the widths of the configuration if it then has at most `_FEW_PARAMETERS`
+parameters: one process holds the parameters of all simulated ranks. Otherwise widths and experts
+are divided by a power of two and the vocabulary is shortened; numbers of heads stay as they are.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _SMALL_WIDTH = 64
 # The least number of experts of a smaller copy, so that a router still chooses among them.
 _LEAST_EXPERTS = 16
 # A shortened vocabulary has the size `_VOCABULARY + vocab_size % _REMAINDER`. If ranks hold uneven
-# shards of the model's vocabulary, they thus hold uneven shards of the copy's. Example: 50257 tokens
-# become 257.
+# shards of the model's vocabulary, they thus hold uneven shards of the copy's. Example: 50257
+# tokens become 257.
 _VOCABULARY = 256
 _REMAINDER = 16
 
@@ -169,9 +169,9 @@ def _fields(config: Any) -> dict[str, Any]:
 def _least_layer_counts(model: nn.Module, least_layers: int) -> dict[int, int]:
     """Map the length of a list of layers to the number of first layers that have all its kinds.
 
-    The number is at least `least_layers`, or the length of the list if that is smaller. Lists of one
-    length have one number, because a field of a configuration names the length only: it does not
-    tell which list it is for.
+    The number is at least `least_layers`, or the length of the list if that is smaller. Lists of
+    one length have one number, because a field of a configuration names the length only: it does
+    not tell which list it is for.
 
     Example: six layers of the kinds a, a, b, a, a, b give {6: 3}.
     """

@@ -3,13 +3,14 @@
 Trainer and accelerate treat ranks as data-parallel processes: they would wrap the model in
 DistributedDataParallel and give every rank different batches. Ranks of one tensor axis read the
 same batches, so `single_process` lets each rank appear as the only process. `prepare_accelerator`
-and `prepare_trainer` then replace what needs all ranks: the rows of each rank of data axes, clipping
-of gradients, and checkpoints. All ranks write and read a checkpoint together:
+and `prepare_trainer` then replace the parts that need all ranks: the rows of each rank of data
+axes, clipping of gradients, and checkpoints. All ranks write and read a checkpoint together:
 
 checkpoint-STEP/
     model*.safetensors, config.json    the model, as `save_sharded` writes it
     adapter_model.safetensors, ...     for a model of peft, the adapters instead of the model
-    optimizer/                         as torch.distributed.checkpoint writes it; any number of ranks reads it
+    optimizer/                         as torch.distributed.checkpoint writes it, for any number of
+                                       ranks
     scheduler.pt, rng_state.pth, ...   as Trainer writes them, on rank 0
 """
 

@@ -61,8 +61,9 @@ _NAMES_OF_ROLES = {
     r"dense_h_to_4h|query_proj|key_proj|value_proj|linear_q|linear_k|linear_v|"
     r"(Self|EncDec|Local|TransientGlobal|LayerSelf)Attention\.(q|k|v)|net1|linear1|in_linear|"
     r"input_linear",
-    "row": r"o_proj|out_proj|wo|out_lin|down_proj|w2|fc2|c_proj|lin2|output\.dense|fc_out|linear_out|"
-    r"dense_4h_to_h|(Self|EncDec|Local|TransientGlobal|LayerSelf)Attention\.o|net2|linear2|"
+    "row": r"o_proj|out_proj|wo|out_lin|down_proj|w2|fc2|c_proj|lin2|output\.dense|fc_out|"
+    r"linear_out|dense_4h_to_h|(Self|EncDec|Local|TransientGlobal|LayerSelf)Attention\.o|"
+    r"net2|linear2|"
     r"out_linear|output_linear|(attention|attn|self_attention|self_attn)\.dense|Wo|output_dense",
     "fused": r"c_attn|qkv|qkv_proj|query_key_value|Wqkv|gate_up_proj|Wi|W_pack",
     "latent": r"kv_a_proj_with_mqa|kv_a_proj",

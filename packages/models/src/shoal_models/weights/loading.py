@@ -99,9 +99,11 @@ def load_sharded(module: nn.Module, source: Source, *, strict: bool = True) -> L
         >>> from shoal_mesh import init_device_mesh
         >>> from shoal_mesh.testing import fake_world
         >>> from shoal_tp_styles import parallelize_module
+        >>> files = {"weight": torch.zeros(8, 4), "bias": torch.zeros(8)}
         >>> with fake_world(4):
-        ...     linear = parallelize_module(nn.Linear(4, 8, device="meta"), init_device_mesh("cpu", (4,)), "colwise")
-        ...     load_sharded(linear, {"weight": torch.zeros(8, 4), "bias": torch.zeros(8)}).bytes_read
+        ...     mesh = init_device_mesh("cpu", (4,))
+        ...     linear = parallelize_module(nn.Linear(4, 8, device="meta"), mesh, "colwise")
+        ...     load_sharded(linear, files).bytes_read
         40
     """
     with ExitStack() as stack:
