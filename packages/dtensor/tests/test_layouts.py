@@ -1,4 +1,8 @@
-"""Covers: random_layouts/{layouts,layout_inference,global_sizes}.py, _torch/tensors.py, modules/owners.py: notes."""
+"""Notes of layouts on plain local tensors.
+
+Covers: random_layouts/{layouts,layout_inference,global_sizes}.py, _torch/tensors.py,
+modules/owners.py.
+"""
 
 from __future__ import annotations
 
