@@ -17,7 +17,7 @@ WINDOWS: list[Window] = [(None, None), (3, None), (0, 0), (2, 1), (None, 4)]
 
 
 def union(layout: SequenceLayout, mask: AttentionMask) -> Tensor:
-    """How often each query and key of global order are in a tile that has the query read the key."""
+    """Count the tiles in which a query reads a key, for each query and key of global order."""
     length, (left, right) = layout.length, mask.reach
     rows = len(mask.documents.rows) if mask.documents is not None else 1
     count = torch.zeros(rows, length, length, dtype=torch.long)

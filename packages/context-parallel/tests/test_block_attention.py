@@ -25,7 +25,7 @@ MASKED = pytest.mark.parametrize("masked", [False, True])
 
 
 class Case:
-    """A tile of two heads of keys, with three heads of queries each, and its attention by one softmax in float64."""
+    """A tile of two heads of keys with three query heads each, and its attention in float64."""
 
     def __init__(
         self, kind: TileKind, masked: bool, width: int, queries: int, keys: int, values: int

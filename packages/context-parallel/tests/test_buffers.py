@@ -188,7 +188,8 @@ class Labelled(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         cls.calls.append(func)
-        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]  # torch has no types here
+        run: Any = super().__torch_function__
+        return run(func, types, args, kwargs)
 
 
 @on_ranks(2)

@@ -173,9 +173,9 @@ def test_arguments_of_shards() -> None:
         with pytest.raises(LayoutError, match="layout is for 2 ranks, but the axis has 4"):
             context_parallel_shard(mesh, [tokens], [1], head_tail_layout(8, 2))
         with pytest.raises(LayoutTypeError, match=r"must be a SequenceLayout, .* got object"):
-            context_parallel_shard(mesh, [tokens], [1], object())  # type: ignore[arg-type]  # wrong on purpose
+            context_parallel_shard(mesh, [tokens], [1], object())  # type: ignore[arg-type]  # wrong
         with pytest.raises(UnsupportedAttentionError, match=r"got str; for flex attention"):
-            context_parallel_shard(mesh, ["mask"], [1])  # type: ignore[list-item]  # wrong on purpose
+            context_parallel_shard(mesh, ["mask"], [1])  # type: ignore[list-item]  # wrong
         with pytest.raises(LayoutError, match="mesh of one axis"):
             grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
             context_parallel_shard(grid, [tokens], [1])

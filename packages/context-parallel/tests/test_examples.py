@@ -1,4 +1,7 @@
-"""The examples of docstrings run, of every module of the package.  Covers: internal.py, all others."""
+"""The examples of docstrings run, of every module of the package.
+
+Covers: internal.py, all others.
+"""
 
 from __future__ import annotations
 

@@ -124,7 +124,8 @@ def test_functions_are_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @on_ranks(4)
 def test_positions_from_zero_that_are_right_on_rank_0_alone() -> None:
-    # `arange(0, n)` may be the `arange(start, stop)` of rank 0, so the ranks agree at the attention.
+    # `arange(0, n)` may be the `arange(start, stop)` of rank 0, so the ranks agree at the
+    # attention.
     for is_counted in (True, False):
         given = Inputs.sample()
         rank = all_ranks().get_local_rank()

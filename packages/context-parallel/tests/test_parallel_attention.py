@@ -1,4 +1,7 @@
-"""Covers: {parallel_attention,argument_checks,context_options,block_attention,rotations,ulysses}.py."""
+"""Attention of a sharded sequence, by each method.
+
+Covers: {parallel_attention,argument_checks,context_options,block_attention,rotations,ulysses}.py.
+"""
 
 from __future__ import annotations
 
@@ -211,7 +214,8 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_second_derivatives_are_refused() -> None:
     for method in METHODS:
         q = torch.randn(1, 2, 4, 8, requires_grad=True)
-        out = context_parallel_attention(q, q, q, all_ranks(), method=method)  # type: ignore[arg-type]  # a literal
+        call: Any = context_parallel_attention
+        out = call(q, q, q, all_ranks(), method=method)
         with pytest.raises(SecondOrderError, match="cannot be differentiated twice"):
             torch.autograd.grad(out.sum(), q, create_graph=True)
     assert get_world_size() == 2

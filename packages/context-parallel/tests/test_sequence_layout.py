@@ -66,6 +66,7 @@ def test_a_tile_of_a_window_has_the_keys_that_its_queries_may_read_and_no_others
                 keys = tile.keys.stop - tile.keys.start
                 assert keys <= queries + 100
                 pairs += queries * keys
-    # The window itself has 4096 x 101 pairs of a query and a key. Tiles of 512 queries round them up.
+    # The window itself has 4096 x 101 pairs of a query and a key. Tiles of 512 queries round them
+    # up.
     assert pairs + 100 * 101 // 2 >= 4096 * 101
     assert pairs <= 4096 * (512 + 100)

@@ -21,7 +21,8 @@ def typed(kind: Any, *shape: int) -> Tensor:
     return tensor
 
 
-# The ring and the gather fold batch and heads into one dim, whose local sizes have several readings.
+# The ring and the gather fold batch and heads into one dim, whose local sizes have several
+# readings.
 @pytest.mark.parametrize(
     ("method", "local", "kind"),
     [("ulysses", False, S(2)), ("ulysses", True, V), ("allgather", True, V), ("ring", True, V)],

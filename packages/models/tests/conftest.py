@@ -1,4 +1,7 @@
-"""Import path with `support`, the modules that several test files share; their names differ in all packages."""
+"""Import path with `support`, the modules that several test files share.
+
+Their names differ in all packages.
+"""
 
 import sys
 from pathlib import Path

@@ -3,7 +3,8 @@
 Covers: hf/accelerate_sharding.py, hf/training.py.
 
 accelerate has FSDP2 on accelerators only. The ranks here are CPU ranks that tell it otherwise: the
-type of the distributed state is that of several GPUs, and everything else is as accelerate makes it.
+type of the distributed state is that of several GPUs, and everything else is as accelerate makes
+it.
 """
 
 from __future__ import annotations

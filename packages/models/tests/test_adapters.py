@@ -1,4 +1,6 @@
-"""Adapters of peft on a parallel model, against one process.  Covers: hf/adapters.py, hf/sliced_adapters.py.
+"""Adapters of peft on a parallel model, against one process.
+
+Covers: hf/adapters.py, hf/sliced_adapters.py.
 
 Run by `nox -s hugging_face`, where peft is installed.
 """

@@ -1,4 +1,6 @@
-"""Whole architectures on 2 and 4 ranks, in float64: T5, BERT, GPT-2 and MLP stacks against one device.
+"""Whole architectures on 2 and 4 ranks, in float64: T5, BERT, GPT-2 and MLP stacks.
+
+They are compared with one device.
 
 Covers: shoal_tp_styles as a whole, weights/loading.py (of transposed Linears). Outputs and all
 gradients are equal, with and without sequence parallelism, with even and uneven heads, and

@@ -94,7 +94,7 @@ def test_roles_by_the_usual_names() -> None:
 
 
 class Block(nn.Module):
-    """Attention with its own number of heads, or a norm of sharded queries, beside a feed-forward of usual names."""
+    """Attention with its own number of heads, or a norm of sharded queries, and a feed-forward."""
 
     def __init__(self, norm: bool) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ def test_blocks_that_compute_something_else_are_gathered(norm: bool) -> None:
 
 
 class Counted(Block):
-    """Attention that reshapes by a number of heads that is its own attribute, and an activation that learns."""
+    """Attention that reshapes by its own attribute, a number of heads, and a learned activation."""
 
     def __init__(self) -> None:
         super().__init__(norm=False)
@@ -262,7 +262,7 @@ def test_an_empty_plan_says_what_kept_each_module_out() -> None:
 
 
 class Decoder(nn.Module):
-    """Reads the weight of its convolution where it decodes, as recurrent blocks of transformers do."""
+    """Block that reads its convolution's weight to decode, like transformers' recurrent blocks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,7 @@
-"""Covers: hf/checked_stages.py, stages/model_parts.py: the proof that stages compute what the model computes."""
+"""The proof that stages compute what the model computes.
+
+Covers: hf/checked_stages.py, stages/model_parts.py.
+"""
 
 from __future__ import annotations
 

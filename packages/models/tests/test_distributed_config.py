@@ -1,4 +1,7 @@
-"""Covers: hf/distributed_config.py, hf/data_axes.py: a DistributedConfig of transformers in place of a mesh."""
+"""A DistributedConfig of transformers in place of a mesh.
+
+Covers: hf/distributed_config.py, hf/data_axes.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Covers: hf/expert_axes.py: experts of a model of transformers over the axes of a DistributedConfig."""
+"""Experts of a model of transformers over the axes of a DistributedConfig.
+
+Covers: hf/expert_axes.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Covers: planning/auto.py: models of Hugging Face with random weights, parallel by their own `tp_plan`s."""
+"""Models of Hugging Face with random weights, parallel by their own `tp_plan`s.
+
+Covers: planning/auto.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Lightning's ModelParallelStrategy with a parallel model, against one process.  Covers: hf/training.py.
+"""Lightning's ModelParallelStrategy with a parallel model, against one process.
+
+Covers: hf/training.py.
 
 Run by `nox -s hugging_face`, where lightning is installed.
 """
@@ -29,7 +31,7 @@ def fit(model: Any, strategy: Any, devices: int, clip: float | None) -> list[flo
 
     losses = []
 
-    class Task(lightning.LightningModule):  # type: ignore[misc]  # Lightning is not installed where types are checked
+    class Task(lightning.LightningModule):  # type: ignore[misc]  # not installed for mypy
         def __init__(self) -> None:
             super().__init__()
             self.model = model

@@ -1,4 +1,7 @@
-"""Methods of transformers' models on a parallel one, against one process.  Covers: hf/from_pretrained.py."""
+"""Methods of transformers' models on a parallel one, against one process.
+
+Covers: hf/from_pretrained.py.
+"""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def load(home: Path, family: str = "Llama", *, sizes: dict[str, int] = TWO_STAGE
 
 
 def assert_trains_alike(model: Any, single: Any) -> None:
-    """Two steps of AdamW, of two microbatches, are those of one process on the ranks of all stages."""
+    """Two steps of AdamW, of two microbatches, equal one process on the ranks of all stages."""
     tokens = token_batch(4)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (single, model)]
     of_single = dict(single.named_parameters())

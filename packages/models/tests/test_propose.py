@@ -83,7 +83,7 @@ OPTIONS = pytest.mark.parametrize(
 
 
 def measured(run: Callable[[], object]) -> tuple[int, int]:
-    """Bytes that are held after a call while its result lives, and the most before, beyond what was there."""
+    """Bytes beyond those before a call: after it, while its result lives, and at the peak."""
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:

@@ -1,4 +1,6 @@
-"""Weights that are tensors of tensors: right where the plan is applied first, refused with the way out where not.
+"""Weights that are tensors of tensors.
+
+They are right if the plan is applied first, and refused with the way out if not.
 
 Covers: planning/auto.py and the styles. torchao's classes are tried by `nox -s hugging_face`, where
 it is installed; a class like them is tried everywhere.

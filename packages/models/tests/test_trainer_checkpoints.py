@@ -36,9 +36,16 @@ def trainer_of(model: Any, home: Path, mesh: Any = None, rows: int = 2, **option
     data = [{"input_ids": row, "labels": row} for row in tokens]
     with hf.single_process():
         args = TrainingArguments(
-            str(home), max_steps=4, per_device_train_batch_size=rows, learning_rate=1e-2, use_cpu=True, report_to=[],
-            disable_tqdm=True, optim="adamw_torch_fused", **options,
-        )  # fmt: skip
+            str(home),
+            max_steps=4,
+            per_device_train_batch_size=rows,
+            learning_rate=1e-2,
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+            optim="adamw_torch_fused",
+            **options,
+        )
         trainer = Trainer(model, args, train_dataset=data, eval_dataset=data)
     return hf.prepare_trainer(trainer, mesh)
 

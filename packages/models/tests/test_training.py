@@ -75,9 +75,18 @@ def test_trainer(options: dict[str, Any], tmp_path: Path) -> None:
     def trained(model: Any) -> float:
         with hf.single_process():
             args = TrainingArguments(
-                str(tmp_path), max_steps=3, per_device_train_batch_size=2, learning_rate=1e-2, max_grad_norm=0.5,
-                use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, optim="adamw_torch_fused", **options,
-            )  # fmt: skip
+                str(tmp_path),
+                max_steps=3,
+                per_device_train_batch_size=2,
+                learning_rate=1e-2,
+                max_grad_norm=0.5,
+                use_cpu=True,
+                report_to=[],
+                save_strategy="no",
+                disable_tqdm=True,
+                optim="adamw_torch_fused",
+                **options,
+            )
             trainer = Trainer(model, args, train_dataset=examples())
         loss: float = hf.prepare_trainer(trainer).train().training_loss
         return loss
@@ -102,7 +111,7 @@ def test_accelerate() -> None:
         model, optimizer, loader = accelerator.prepare(
             each,
             optimizer,
-            torch.utils.data.DataLoader(examples(), 2),  # type: ignore[arg-type]  # a list is a dataset
+            torch.utils.data.DataLoader(examples(), 2),  # type: ignore[arg-type]  # a list
         )
         assert model is each
         for batch in loader:
@@ -207,10 +216,20 @@ def assert_trainers_agree(case: tuple[str, dict[str, int], int], tmp_path: Path)
     def trainer_of(model: Any, rows: int, evaluated: int) -> Any:
         with hf.single_process():
             args = TrainingArguments(
-                str(tmp_path), max_steps=3, per_device_train_batch_size=rows, per_device_eval_batch_size=evaluated,
-                gradient_accumulation_steps=2, learning_rate=1e-2, max_grad_norm=0.5, use_cpu=True, report_to=[],
-                save_strategy="no", disable_tqdm=True, prediction_loss_only=False, optim=optimizer,
-            )  # fmt: skip
+                str(tmp_path),
+                max_steps=3,
+                per_device_train_batch_size=rows,
+                per_device_eval_batch_size=evaluated,
+                gradient_accumulation_steps=2,
+                learning_rate=1e-2,
+                max_grad_norm=0.5,
+                use_cpu=True,
+                report_to=[],
+                save_strategy="no",
+                disable_tqdm=True,
+                prediction_loss_only=False,
+                optim=optimizer,
+            )
             return Trainer(
                 model, args, train_dataset=uneven_examples(), eval_dataset=uneven_examples()[:11]
             )
@@ -244,7 +263,7 @@ def test_accelerate_over_data_axes() -> None:
     with hf.single_process():
         accelerator = hf.prepare_accelerator(Accelerator(cpu=True), mesh)
     numbers = torch.arange(5.0)
-    loader = accelerator.prepare(torch.utils.data.DataLoader(numbers, 2))  # type: ignore[arg-type]  # a tensor is a dataset
+    loader = accelerator.prepare(torch.utils.data.DataLoader(numbers, 2))  # type: ignore[arg-type]
     own = [batch.tolist() for batch in loader]
     # the last batch is filled with the first rows
     rank = torch.distributed.get_rank()

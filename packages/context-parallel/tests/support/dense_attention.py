@@ -49,7 +49,7 @@ def sample(  # sizes
     value_width: int = 8,
     dtype: torch.dtype = torch.float64,
 ) -> Sample:
-    """Random tensors of two batch rows, the same on all ranks, their attention and its gradients."""
+    """Random tensors of two batch rows, equal on all ranks, their attention and its gradients."""
     generator = torch.Generator().manual_seed(length)
     sizes = (heads, width), (shared, width), (shared, value_width)
     tensors = [

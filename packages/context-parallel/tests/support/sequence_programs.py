@@ -1,4 +1,4 @@
-"""Programs on a sequence: some mix positions by plain operators, the others treat each one alone."""
+"""Programs on a sequence: some mix positions by plain operators, others treat each one alone."""
 
 from __future__ import annotations
 

@@ -102,7 +102,10 @@ def assert_same_values(module: Any, single: Any, atol: float = 1e-12) -> None:
 
 
 def assert_same_parameters(module: nn.Module, single: nn.Module) -> None:
-    """A parallel module that took no step, made plain again, has the single one's parameters, gradients, buffers."""
+    """A parallel module, made plain, has the single one's parameters, gradients and buffers.
+
+    It has taken no step.
+    """
     unparallelize_module(module)
     expected, buffers = dict(single.named_parameters()), dict(single.named_buffers())
     assert dict(module.named_parameters()).keys() == expected.keys()

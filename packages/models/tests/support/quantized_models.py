@@ -1,4 +1,4 @@
-"""Models whose weights are tensors of tensors: of a class like torchao's, and of torchao where it is installed."""
+"""Models whose weights are tensors of tensors: of a class like torchao's, and of torchao itself."""
 
 from __future__ import annotations
 
@@ -36,10 +36,13 @@ class RowScaled(Tensor):
         if func is LINEAR:
             x, w, bias = args
             return LINEAR(x, w.data8.to(w.scale.dtype) * w.scale, bias)
-        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]  # torch
+        run: Any = super().__torch_function__
+        return run(func, types, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's stub has three arguments
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub has three arguments
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
             return cls(args[0].data8, args[0].scale)
         # torchao's can be copied to float64, and have no views

@@ -90,7 +90,7 @@ class Gpt(nn.Module):
 
 
 def gpt_plan(sequence: bool = False) -> dict[str, ParallelStyle]:
-    """The plan of `Gpt`; with `sequence`, norms, dropouts and residuals hold a shard of the sequence."""
+    """The plan of `Gpt`; with `sequence`, norms, dropouts, residuals get parts of the sequence."""
     between = Shard(1) if sequence else Replicate()
     columns, rows = ColwiseParallel(input_layouts=between), RowwiseParallel(output_layouts=between)
     embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
