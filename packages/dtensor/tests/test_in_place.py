@@ -1,4 +1,7 @@
-"""Covers: dispatch/results.py: operators that change a tensor's shape in place."""
+"""Operators that write to a tensor, or change its shape, in place.
+
+Covers: dispatch/results.py, dispatch/dispatch.py.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import torch
 
 from shoal_dtensor import Placement, Replicate, Shard, distribute_tensor
 from shoal_dtensor.errors import InPlaceError
+from shoal_dtensor.internal import local_shard
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks
 
@@ -98,3 +102,29 @@ def test_windows_that_overlap_take_no_write(placement: Placement) -> None:
             x.unfold(1, 4, 1).mul_(2)
         x.unfold(1, 2, 2).mul_(2)
         x.t()[1:4:2].mul_(2)
+
+
+WRITES: dict[str, Callable[[Any, Any], object]] = {
+    "a number": lambda x, y: x.add_(1),
+    "a tensor": lambda x, y: x.mul_(y),
+    "another layout": lambda x, y: x.copy_(y.redistribute(placements=[Replicate()])),
+    "a fill": lambda x, y: torch.nn.init.zeros_(x),
+    "an index": lambda x, y: x.__setitem__(0, 1.0),
+    "out": lambda x, y: torch.add(y, y, out=x),
+    "a list": lambda x, y: torch._foreach_mul_([x], 2.0),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_to_a_parameter_is_counted_for_its_shard_too(name: str) -> None:
+    """A module that computes on the shard got gradients of the new values, without an error."""
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        y = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)], src_data_rank=None)
+        weight: Any = torch.nn.Parameter(y.clone())
+        shard = local_shard(weight)
+        product = torch.ones(2, requires_grad=True).matmul(shard).sum()
+        with torch.no_grad():
+            WRITES[name](weight, y)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()  # type: ignore[no-untyped-call]  # torch gives it no types

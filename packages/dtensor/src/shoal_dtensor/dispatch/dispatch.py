@@ -51,6 +51,7 @@ from .results import (
     ResultKind,
     bump_versions,
     container_of,
+    counted_write,
     track_base,
     with_observed_outputs,
 )
@@ -208,7 +209,7 @@ def dispatch(  # noqa: C901, PLR0912  # see above
     if kind is _ONE or (kind is _VIEW and not in_inference_mode()):
         return wrap_local(cls, result, decision.outputs[0], False)
     if kind is _FIRST:
-        return args[0]
+        return counted_write(args[0]) if args[0].requires_grad or args[0]._is_view() else args[0]
     if kind is _LIST or (kind is _VIEWS and not in_inference_mode()):
         return [*map(wrap_local, repeat(cls), result, decision.outputs, _WITHOUT_GRADIENT)]
     bump_versions(decision.unreported_writes, args, kwargs)
@@ -382,7 +383,9 @@ def _wrap(
 
     # return the input itself if the operator wrote to it
     def wrap_new(local: torch.Tensor, spec: Spec, index: int | None) -> Any:
-        return wrap_local(cls, local, spec, False) if index is None else originals[index]
+        if index is None:
+            return wrap_local(cls, local, spec, False)
+        return counted_write(originals[index])
 
     return decision.with_outputs(result, wrap_new)
 

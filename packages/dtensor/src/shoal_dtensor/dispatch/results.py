@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .._torch.compiling import is_tracing
 from .._torch.operators import OpOverload, change_shape, has_views, makes_views, view_of
-from .._torch.tensors import bump_version
+from .._torch.tensors import bump_version, local_of
 from ..errors import InPlaceError
 from ..layout.memory_order import memory_order
 from ..layout.spec import Spec
@@ -324,6 +324,18 @@ def _has_same_elements(one: Tensor, other: Any) -> bool:
     return all(step == other_step for size, step, other_step in steps if size > 1)
 
 
+def counted_write(written: Any) -> Any:
+    """Count a write to a DTensor, or to a view of one, for the local tensor too; return the DTensor.
+
+    Torch counts it for the DTensor only. A module that computes on local tensors has saved the
+    shard of its parameter for the backward. Other shards are not counted: a count takes 200 ns.
+    """
+    base = written if written._base is None else written._base
+    if base.requires_grad:
+        bump_version(local_of(base))
+    return written
+
+
 def bump_versions(
     places: Sequence[int | str], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
@@ -331,6 +343,8 @@ def bump_versions(
     for place in places:
         written = args[place] if isinstance(place, int) else kwargs[place]
         bump_version(written)
+        for tensor in written if isinstance(written, list | tuple) else [written]:
+            counted_write(tensor)
         if not torch.is_grad_enabled() or not isinstance(written, list | tuple):
             continue
         # If a list contains a tensor twice, or a tensor and a view of it, autograd would record one
