@@ -442,6 +442,11 @@ class Replicas(Reducer):
         self.gradients.remove()
         self.gradients, self._attached = GradientBuckets(self._buckets(trained), self), attached
 
+    def after_conversion(self) -> None:
+        """Have the next forward attach new buckets if the conversion replaced autograd's nodes."""
+        if self.gradients.lacks_nodes():
+            self._attached = []
+
     def _buckets(self, trained: Sequence[Replica]) -> list[Bucket]:
         """Return buckets of at most `bucket_bytes`, last parameter first.
 

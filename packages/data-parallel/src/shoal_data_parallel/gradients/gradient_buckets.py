@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal_dtensor.errors import LayoutError
+from shoal_dtensor.errors import LayoutError, StyleError
 from shoal_dtensor.internal import (
     backward_number,
     first_order_only,
@@ -169,8 +169,27 @@ class GradientBuckets:
 
     @property
     def _current(self) -> _Pass:
-        assert self._pass is not None, "hooks of a pass begin it"
+        if self._pass is None:
+            raise StyleError(
+                "replicate: a parameter got a gradient from a node of autograd that replicate does "
+                "not know, because `param.data` of another dtype was assigned, or a submodule was "
+                "converted, several times since the last forward: convert the module that was "
+                "passed to replicate, for example by module.to(dtype)"
+            )
         return self._pass
+
+    def lacks_nodes(self) -> bool:
+        """Tell whether a leaf has another autograd node than the one with the hooks of buckets.
+
+        A conversion of the module gives leaves new nodes, also if dtypes are the same afterwards.
+        """
+        leaves = [replica.leaf for replica in self.replicas]
+        leaves += [replica.optimizer_parameter for replica in self.replicas]
+        nodes = [*self._leaf_nodes, *self.optimizer_nodes]
+        return any(
+            leaf.requires_grad and _gradient_node(leaf) is not node
+            for leaf, node in zip(leaves, nodes, strict=True)
+        )
 
     @property
     def has_started_all(self) -> bool:

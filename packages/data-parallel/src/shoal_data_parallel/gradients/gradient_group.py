@@ -159,6 +159,13 @@ class ReducingModule(nn.Module):
         """Return the text of the module for its printed form."""
         return ", ".join(filter(None, [super().extra_repr(), self._made_by]))
 
+    def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
+        """Convert the module, as `Module.to` and its like do, and tell the reducers."""
+        result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch gives it no types
+        for reducer in self._reducers(recurse=False):
+            reducer.after_conversion()
+        return result
+
     @check_types(requires_gradient_sync=bool)
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True

@@ -46,6 +46,9 @@ class Reducer:
     def drop_kept(self) -> None:
         """Drop kept gradients."""
 
+    def after_conversion(self) -> None:
+        """Adapt to parameters that a conversion of the module has changed."""
+
     def begin_pass(self) -> None:
         """Prepare for a backward pass of replicas."""
 

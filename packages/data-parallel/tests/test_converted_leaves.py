@@ -1,0 +1,64 @@
+"""Parameters that are converted between forwards, on real ranks.
+
+Covers: gradients/gradient_buckets.py (lacks_nodes), replicate.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal_data_parallel import fully_shard, replicate
+from shoal_mesh import init_device_mesh
+from shoal_mesh.testing import on_ranks
+
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "to a dtype and back": lambda module: module.double().float(),
+    "to the same dtype": lambda module: module.float(),
+    "to empty": lambda module: module.to_empty(device="cpu"),
+}
+WRAPPERS: dict[str, Callable[[nn.Module, Any], object]] = {
+    "replicate": lambda module, mesh: replicate(module, mesh=mesh),
+    "replicate, sharded optimizer": lambda module, mesh: replicate(
+        module, mesh=mesh, shard_optimizer=True
+    ),
+    "fully_shard": lambda module, mesh: fully_shard(module, mesh=mesh),
+}
+
+
+def gradients_of(module: nn.Module, rows: Tensor) -> list[Tensor]:
+    module(rows).square().mean().backward()
+    gradients = []
+    for parameter in module.parameters():
+        gradient: Any = parameter.grad
+        full = getattr(gradient, "full_tensor", gradient.clone)
+        gradients.append(full())
+        parameter.grad = None
+    return gradients
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("change", CHANGES)
+@on_ranks(2)
+def test_gradients_are_averaged_after_a_conversion_of_the_module(change: str, wrapper: str) -> None:
+    """Autograd's nodes were other ones, and the backward ended in an AssertionError."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    values = copy.deepcopy(plain.state_dict())
+    outer = nn.Sequential(copy.deepcopy(plain))
+    module: Any = outer[0]
+    WRAPPERS[wrapper](module, mesh)
+    rows = torch.arange(16.0).reshape(4, 4) / 16
+    own_rows = rows[2 * mesh.get_rank() :][:2]
+    expected = gradients_of(plain, rows)
+    torch.testing.assert_close(gradients_of(module, own_rows), expected)
+    state = copy.deepcopy(module.state_dict())
+    CHANGES[change](outer)
+    module.load_state_dict(state if wrapper != "replicate" else values)
+    torch.testing.assert_close(gradients_of(module, own_rows), expected)
