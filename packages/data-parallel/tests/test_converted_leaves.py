@@ -1,11 +1,12 @@
-"""Parameters that are converted between forwards, on real ranks.
+"""Parameters that are converted between forwards, and optimizers that step in the backward, on real ranks.
 
-Covers: gradients/gradient_buckets.py (lacks_nodes), replicate.py.
+Covers: gradients/gradient_buckets.py (lacks_nodes), replicate.py, parameters/leaf_checks.py.
 """
 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal_data_parallel import fully_shard, replicate
+from shoal_dtensor.errors import StyleError
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import on_ranks
 
@@ -62,3 +64,20 @@ def test_gradients_are_averaged_after_a_conversion_of_the_module(change: str, wr
     CHANGES[change](outer)
     module.load_state_dict(state if wrapper != "replicate" else values)
     torch.testing.assert_close(gradients_of(module, own_rows), expected)
+
+
+@pytest.mark.parametrize("wrapper", ["replicate", "fully_shard"])
+@on_ranks(2)
+def test_optimizers_in_the_backward_are_refused(wrapper: str) -> None:
+    """They stepped with the gradient of one rank's rows, or of the step before."""
+    mesh = init_device_mesh("cpu", (2,))
+    module = nn.Linear(4, 3)
+    WRAPPERS[wrapper](module, mesh)
+    # Its import uses torch.jit, which is deprecated.
+    with warnings.catch_warnings(action="ignore"):
+        from torch.distributed.optim.apply_optimizer_in_backward import (
+            _apply_optimizer_in_backward,
+        )
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+    with pytest.raises(StyleError, match="would step before gradients are reduced"):
+        module(torch.ones(2, 4)).sum().backward()

@@ -27,6 +27,7 @@ from shoal_dtensor.internal import ShardsInFlight, grad_hooked, leaf_route, loca
 
 from .._torch import run_when_ready
 from ..parameters.data_axes import DataAxes
+from ..parameters.leaf_checks import check_steps_in_backward
 from ..parameters.leaf_hooks import GradientSwitch, install_switch
 from ..parameters.sharded_parameters import ShardedParameter
 from ..parameters.shards_to_send import start_to_gather
@@ -155,6 +156,7 @@ class Replica:
 
     def check_hooks(self) -> None:
         """Raise StyleError if users' hooks would not see the reduced gradient."""
+        check_steps_in_backward("replicate", self.optimizer_parameter)
         has_shard = self.optimizer_parameter is not self.leaf
         if has_shard and grad_hooked(self.optimizer_parameter):
             raise StyleError(

@@ -20,7 +20,7 @@ from shoal_mesh import Comm, LockstepError, all_gather
 from shoal_mesh.internal import is_traced
 
 from .data_axes import DataAxes
-from .leaf_checks import has_no_values
+from .leaf_checks import check_steps_in_backward, has_no_values
 from .sharded_parameters import ShardedParameter, Site
 
 _ABSENT = "no parameter"
@@ -131,7 +131,7 @@ def check_values(
     *,
     were_on_meta: bool,
 ) -> None:
-    """Raise StyleError if sharded parameters of modules have no values.
+    """Raise StyleError if sharded parameters of modules have no values, or step in the backward.
 
     Nothing is checked on a mesh of the device type meta, where no parameter ever has values.
 
@@ -142,6 +142,8 @@ def check_values(
         parameters: the parameters.
         were_on_meta: whether parameters were on the meta device when they were sharded.
     """
+    for parameter in parameters:
+        check_steps_in_backward(function, parameter.leaf)
     # `gathered` is the layout of a parameter in the modules' computation. All parameters are on one
     # mesh.
     if not parameters or parameters[0].gathered.mesh.device_type == "meta":

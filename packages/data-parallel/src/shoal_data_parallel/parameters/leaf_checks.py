@@ -5,9 +5,11 @@ Only leaves get reduced gradients.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
-from shoal_dtensor.errors import LayoutError
+from shoal_dtensor.errors import LayoutError, StyleError
 from shoal_dtensor.internal import FakeTensor, local_of
 
 
@@ -26,3 +28,17 @@ def has_no_values(leaf: nn.Parameter) -> bool:
     if isinstance(local, FakeTensor) or not local.numel():
         return False
     return bool(local.isnan().all())
+
+
+def check_steps_in_backward(function: str, leaf: Any) -> None:
+    """Raise StyleError if torch's `_apply_optimizer_in_backward` was called with a leaf.
+
+    It hooks autograd's node of the leaf, which runs before gradients are reduced.
+    """
+    if hasattr(leaf, "_in_backward_optimizers"):
+        raise StyleError(
+            f"{function}: torch's _apply_optimizer_in_backward was called with a parameter, and "
+            "its optimizer would step before gradients are reduced over ranks. Call step() after "
+            "backward(); with fully_shard, the optimizer may also step in "
+            "parameter.register_post_accumulate_grad_hook(...)"
+        )
