@@ -77,6 +77,16 @@ def test_fake_parameters_are_not_compared(how: str) -> None:
 
 @pytest.mark.parametrize("how", FUNCTIONS)
 @on_ranks(2)
+def test_a_forward_on_fake_tensors_does_not_read_real_parameters(how: str) -> None:
+    """The digest of a real parameter is fake inside of the mode, and was compared."""
+    model = FUNCTIONS[how](two_layers(), mesh_of(2, 1)["data"])
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert model(torch.empty(2, 4)).shape == (2, 4)
+    model(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("how", FUNCTIONS)
+@on_ranks(2)
 def test_parameters_without_values_are_named(how: str) -> None:
     """A forward on the meta device ended in errors of torch's operators."""
     data = mesh_of(2, 1)["data"]

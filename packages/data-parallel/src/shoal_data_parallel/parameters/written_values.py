@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shoal_dtensor.internal import FakeTensor, local_of, memory_of
+from shoal_mesh.internal import is_traced
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -28,7 +29,8 @@ class Fingerprint:
     def of(cls, tensor: Tensor, *, reads_values: bool) -> Fingerprint:
         """Return the fingerprint of a tensor, with a digest if `reads_values` is true."""
         local = local_of(tensor)
-        has_values = reads_values and not isinstance(local, FakeTensor)
+        # In a mode of fake tensors, the digest of a real tensor is fake too.
+        has_values = reads_values and not is_traced(local)
         digest = digest_of(tensor) if has_values else None
         return cls(tensor._version, memory_of(local), digest)
 
