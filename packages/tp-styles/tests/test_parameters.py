@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal_dtensor import DTensor, Replicate, Shard
+from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import GradRoute
 from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_tp_styles import (
@@ -332,3 +333,13 @@ def test_the_reduction_runs_beside_a_weight_gradient_that_takes_long(where: str)
         torch.testing.assert_close(
             x.grad, expected.chunk(2)[rank] if where == "sequence" else expected
         )
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@on_ranks(2)
+def test_a_parameter_that_was_replaced_by_a_plain_tensor_is_named(name: str) -> None:
+    """The forward ended in an AttributeError: a Parameter has no `spec`."""
+    module = parallelize_module(nn.Linear(4, 4), all_ranks(), ColwiseParallel())
+    setattr(module, name, nn.Parameter(torch.ones(4, 4) if name == "weight" else torch.ones(4)))
+    with pytest.raises(LayoutError, match=f"'{name}' of a parallel module is a plain Parameter"):
+        module(torch.ones(2, 4))

@@ -21,7 +21,7 @@ from shoal_dtensor.internal import ModuleForward, forward_of, is_tracing
 from shoal_mesh import Comm, DeviceMesh
 
 from ..sharding.module_sharding import Collective, ModuleCall, ModuleSharding, Port
-from .parameters import check_plain, local_parameters
+from .parameters import local_parameters, plain_error
 
 
 class FeaturePart(NamedTuple):
@@ -232,11 +232,7 @@ def spec_of(param: Tensor, name: str) -> Spec:
     """Return the spec of a distributed parameter, or raise LayoutError if it is not a DTensor."""
     if isinstance(param, DTensor):
         return param.spec
-    check_plain(param)
-    raise LayoutError(
-        f"the parameter {name!r} of a parallel module is a plain {type(param).__name__}; it must "
-        "stay a DTensor. Call unparallelize_module to get a plain module back."
-    )
+    raise plain_error(name, param)
 
 
 # --- declared collectives -------------------------------------------------------------------------

@@ -194,6 +194,15 @@ def check_plain(param: Tensor) -> None:
         )
 
 
+def plain_error(name: str, param: Tensor) -> LayoutError:
+    """Return the error of a parameter that became a plain tensor after its module was lowered."""
+    check_plain(param)
+    return LayoutError(
+        f"the parameter {name!r} of a parallel module is a plain {type(param).__name__}; it must "
+        "stay a DTensor. Call unparallelize_module to get a plain module back."
+    )
+
+
 def local_parameters(
     params: dict[str, Tensor | None], comm: Comm | None = None
 ) -> dict[str, Tensor | None]:

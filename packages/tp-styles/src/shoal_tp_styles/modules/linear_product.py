@@ -34,7 +34,7 @@ from ..lowering.collective_functions import (
     reduce_scatter_dim,
 )
 from ..lowering.overlap import gathered_product, reduced_product
-from ..lowering.parameters import check_plain, deliver_grad, deliver_product
+from ..lowering.parameters import deliver_grad, deliver_product, plain_error
 
 # On a CPU the reduction of dx overlaps the product for the weight gradient if the product takes at
 # least this many multiplications, about 50 us.
@@ -86,8 +86,9 @@ class LinearProduct(Function):
             bias_spec = None if bias is None else bias.spec
             ctx.specs = (weight.spec, bias_spec)
         except AttributeError:
-            check_plain(weight)
-            raise
+            is_plain = not isinstance(weight, DTensor)
+            plain: Any = weight if is_plain else bias
+            raise plain_error("weight" if is_plain else "bias", plain) from None
         before, after, dtype, is_first_reader, chunks = options
         w = local_shard(weight)
         b = None if bias is None else local_shard(bias)
