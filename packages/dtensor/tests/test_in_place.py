@@ -115,16 +115,17 @@ WRITES: dict[str, Callable[[Any, Any], object]] = {
 }
 
 
+@pytest.mark.parametrize("trained", [True, False], ids=["a parameter", "data"])
 @pytest.mark.parametrize("name", WRITES)
-def test_a_write_to_a_parameter_is_counted_for_its_shard_too(name: str) -> None:
+def test_a_write_is_counted_for_the_shard_too(name: str, trained: bool) -> None:
     """A module that computes on the shard got gradients of the new values, without an error."""
     with fake_world(2):
         mesh = init_device_mesh("cpu", (2,))
         y = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)], src_data_rank=None)
-        weight: Any = torch.nn.Parameter(y.clone())
-        shard = local_shard(weight)
+        values: Any = torch.nn.Parameter(y.clone(), requires_grad=trained)
+        shard = local_shard(values)
         product = torch.ones(2, requires_grad=True).matmul(shard).sum()
         with torch.no_grad():
-            WRITES[name](weight, y)
+            WRITES[name](values, y)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             product.backward()  # type: ignore[no-untyped-call]  # torch gives it no types

@@ -51,7 +51,7 @@ from .results import (
     ResultKind,
     bump_versions,
     container_of,
-    counted_write,
+    count_for_shard,
     track_base,
     with_observed_outputs,
 )
@@ -209,7 +209,8 @@ def dispatch(  # noqa: C901, PLR0912  # see above
     if kind is _ONE or (kind is _VIEW and not in_inference_mode()):
         return wrap_local(cls, result, decision.outputs[0], False)
     if kind is _FIRST:
-        return counted_write(args[0]) if args[0].requires_grad or args[0]._is_view() else args[0]
+        count_for_shard(args[0])
+        return args[0]
     if kind is _LIST or (kind is _VIEWS and not in_inference_mode()):
         return [*map(wrap_local, repeat(cls), result, decision.outputs, _WITHOUT_GRADIENT)]
     bump_versions(decision.unreported_writes, args, kwargs)
@@ -385,7 +386,8 @@ def _wrap(
     def wrap_new(local: torch.Tensor, spec: Spec, index: int | None) -> Any:
         if index is None:
             return wrap_local(cls, local, spec, False)
-        return counted_write(originals[index])
+        count_for_shard(originals[index])
+        return originals[index]
 
     return decision.with_outputs(result, wrap_new)
 

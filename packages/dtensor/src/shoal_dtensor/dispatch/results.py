@@ -324,16 +324,15 @@ def _has_same_elements(one: Tensor, other: Any) -> bool:
     return all(step == other_step for size, step, other_step in steps if size > 1)
 
 
-def counted_write(written: Any) -> Any:
-    """Count a write to a DTensor, or to a view of one, for the local tensor too; return the DTensor.
+def count_for_shard(written: Any) -> None:
+    """Count a write to a DTensor for its local tensor too; plain tensors are counted twice.
 
     Torch counts it for the DTensor only. A module that computes on local tensors has saved the
-    shard of its parameter for the backward. Other shards are not counted: a count takes 200 ns.
+    shard for its backward. A view of a DTensor writes to the shard of its base, which has a count
+    of its own.
     """
-    base = written if written._base is None else written._base
-    if base.requires_grad:
-        bump_version(local_of(base))
-    return written
+    shard = local_of(written)
+    bump_version((shard, local_of(written._base)) if written._is_view() else (shard,))
 
 
 def bump_versions(
@@ -343,9 +342,12 @@ def bump_versions(
     for place in places:
         written = args[place] if isinstance(place, int) else kwargs[place]
         bump_version(written)
-        for tensor in written if isinstance(written, list | tuple) else [written]:
-            counted_write(tensor)
-        if not torch.is_grad_enabled() or not isinstance(written, list | tuple):
+        if not isinstance(written, list | tuple):
+            count_for_shard(written)
+            continue
+        for tensor in written:
+            count_for_shard(tensor)
+        if not torch.is_grad_enabled():
             continue
         # If a list contains a tensor twice, or a tensor and a view of it, autograd would record one
         # write where there are two.
