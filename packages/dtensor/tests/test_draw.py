@@ -16,7 +16,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from shoal_dtensor import DTensor, Partial, Replicate, Shard, Spec
-from shoal_dtensor.errors import PlacementError
+from shoal_dtensor.errors import ArgumentValueError, PlacementError
 from shoal_dtensor.layout.memory_order import walking_order
 from shoal_dtensor.rng import streams as cpu_stream
 from shoal_dtensor.rng.draw import draw
@@ -285,7 +285,7 @@ def test_random_mode_is_scoped_and_checked() -> None:
     assert current_mode() == RandomMode()
     for mode, axes in (("both", ()), ("per_axis", ()), ("counter", ("dp",))):
         wrong: Any = mode
-        with pytest.raises(ValueError, match="random mode"), random_mode(wrong, axes):
+        with pytest.raises(ArgumentValueError, match="random mode"), random_mode(wrong, axes):
             pass
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal_dtensor import clip_grad_norm_
-from shoal_dtensor.errors import MixedTensorError
+from shoal_dtensor.errors import ArgumentValueError, MixedTensorError
 from shoal_dtensor.internal import register_norm_scope
 from shoal_mesh import Comm, CommDebugMode, comm_over
 from shoal_mesh.testing import counts, on_ranks
@@ -93,3 +93,10 @@ def test_parameters_of_two_models_are_refused_and_a_scope_ends_with_its_model() 
     with CommDebugMode() as counted:
         clip_grad_norm_([first, second, other], 1.0)
     assert counts(counted) == {}
+
+
+@pytest.mark.parametrize("order", [0, -1.0, float("nan")])
+def test_orders_that_are_no_norms_are_refused(order: float) -> None:
+    weights = weights_with_gradients()
+    with pytest.raises(ArgumentValueError, match="norm_type must be positive"):
+        clip_grad_norm_(weights, 0.1, order)

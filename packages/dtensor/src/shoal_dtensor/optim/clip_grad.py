@@ -21,7 +21,7 @@ from shoal_mesh.internal import all_reduce_, is_observed, require, sums_are_in_t
 
 from .._torch.compiling import is_tracing, whole_when_compiled
 from ..argument_types import suggests_keywords
-from ..errors import ArgumentTypeError, MixedTensorError
+from ..errors import ArgumentTypeError, ArgumentValueError, MixedTensorError
 from ..host_memory import device_of_numbers, upload
 from ..layout.spec import Spec
 from ..redistribute.shards_in_flight import coalesce
@@ -57,7 +57,7 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: if the norm is not finite and `error_if_nonfinite` is set; on every rank.
-        ValueError: if the order is not positive.
+        ArgumentValueError: if the order is not positive.
         MixedTensorError: if the gradient of a DTensor is a plain tensor, because ranks would
             compute different norms.
 
@@ -74,7 +74,7 @@ def clip_grad_norm_(
     """
     order = float(norm_type)
     if not order > 0:
-        raise ValueError(
+        raise ArgumentValueError(
             f"clip_grad_norm_: norm_type must be positive, got {norm_type}; torch.nn.utils "
             "supports other orders"
         )

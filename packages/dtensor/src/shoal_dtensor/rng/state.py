@@ -21,7 +21,7 @@ from shoal_mesh.internal import ScopedValue, in_lockstep, module_of
 from .._torch.interception import checkpoints, recomputed_in
 from .._torch.operators import out_of_sight
 from ..argument_types import suggests_keywords
-from ..errors import RandomStateError
+from ..errors import ArgumentValueError, RandomStateError
 from ..host_memory import device_of_numbers, upload
 from ..rows_of_ranks import in_other_threads, one_thread_at_a_time, rows_of_ranks
 
@@ -51,11 +51,13 @@ current_mode: Callable[[], RandomMode] = _current.get
 
 
 def _check_mode(mode: Mode, axes: Sequence[int | str]) -> RandomMode:
-    """Return a random mode; raise a ValueError if there is none of this name, or for its axes."""
+    """Return a random mode; raise ArgumentValueError for an unknown name or axes that do not fit."""
     if mode not in get_args(Mode):
-        raise ValueError(f"random mode: expected one of {', '.join(get_args(Mode))}, got {mode!r}")
+        raise ArgumentValueError(
+            f"random mode: expected one of {', '.join(get_args(Mode))}, got {mode!r}"
+        )
     if bool(axes) != (mode == "per_axis"):
-        raise ValueError(
+        raise ArgumentValueError(
             f"random mode {mode!r}: axes must be passed for 'per_axis' and for no other mode, got "
             f"{list(axes)}"
         )
@@ -108,8 +110,8 @@ def random_mode(mode: Mode, axes: Sequence[int | str] = ()) -> Iterator[None]:
             on one device.
 
     Raises:
-        ValueError: if the mode is unknown, or axes are missing for "per_axis" or given for another
-            mode.
+        ArgumentValueError: if the mode is unknown, or axes are missing for "per_axis" or given for
+            another mode.
 
     Example:
         >>> with random_mode("per_axis", axes=("dp",)):
