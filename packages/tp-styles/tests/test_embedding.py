@@ -12,6 +12,7 @@ from torch import nn
 
 from one_device import as_one_device
 from shoal_dtensor import Replicate, Shard, distribute_tensor
+from shoal_dtensor.errors import OperatorIndexError
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import all_ranks, fake_world, on_ranks
 from shoal_tp_styles import (
@@ -204,6 +205,6 @@ def test_ids_out_of_range_are_refused_on_all_ranks() -> None:
         for wrong in (9, -1):  # of the last rank alone
             ids = torch.tensor([[3, wrong if dist.get_rank() else 8]])
             with pytest.raises(
-                IndexError, match=f"id {wrong} is out of bounds for a table of 9 rows"
+                OperatorIndexError, match=f"id {wrong} is out of bounds for a table of 9 rows"
             ):
                 module(ids)

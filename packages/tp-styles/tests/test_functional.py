@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from shoal_dtensor.errors import ArgumentValueError
 from shoal_mesh import CommDebugMode
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import Vocab, loss_parallel, losses
@@ -185,3 +186,11 @@ def test_the_mean_of_half_types_stays_in_their_range() -> None:
     log_probs, target = torch.full((16, 6), -20_000.0).half(), torch.arange(16) % 6
     loss: Any = losses.nll_loss(sharded(log_probs, 1)[0], target)
     assert loss.dtype == torch.float16 and loss.item() == 20_000.0
+
+
+@on_ranks(2)
+def test_a_reduction_that_there_is_not() -> None:
+    x, vocab = sharded(torch.randn(6, 4), 1, True)
+    unknown: Any = "average"
+    with pytest.raises(ArgumentValueError, match="reduction must be"):
+        losses.cross_entropy(x, torch.zeros(6, dtype=torch.long), vocab=vocab, reduction=unknown)

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from shoal_dtensor import DTensor, full_tensor
-from shoal_dtensor.errors import LayoutError
+from shoal_dtensor.errors import ArgumentValueError, LayoutError
 from shoal_dtensor.internal import first_order_only
 from shoal_mesh import all_reduce, differentiable
 from shoal_mesh.internal import Along, all_reduce_
@@ -330,7 +330,7 @@ def reduce_losses(
     if reduction == "none":
         return loss
     if reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction must be 'none', 'mean' or 'sum', got {reduction!r}")
+        raise ArgumentValueError(f"reduction must be 'none', 'mean' or 'sum', got {reduction!r}")
     total = rows.total(loss)
     if reduction == "sum":
         return total

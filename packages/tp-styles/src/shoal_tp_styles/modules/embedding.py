@@ -17,7 +17,7 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from shoal_dtensor import DTensor, Partial, Replicate, Shard
-from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
+from shoal_dtensor.errors import LayoutError, OperatorIndexError, UnsupportedModuleError
 from shoal_dtensor.internal import (
     FakeTensor,
     apply,
@@ -42,7 +42,7 @@ from ..sharding.module_sharding import Collective, ModuleCall, Port
 
 
 def check_ids(tokens: Tensor, rows: int) -> None:
-    """Raise IndexError, on all ranks, for ids that are not rows of the table.
+    """Raise OperatorIndexError, on all ranks, for ids that are not rows of the table.
 
     Their result would be zeros. Accelerators and compiled code raise when the device runs the
     assertion.
@@ -54,7 +54,7 @@ def check_ids(tokens: Tensor, rows: int) -> None:
         torch.ops.aten._assert_async.msg(valid.all(), message)
     elif not valid.all():
         first = tokens[~valid][0].item()
-        raise IndexError(f"id {first} is out of bounds for a table of {rows} rows")
+        raise OperatorIndexError(f"id {first} is out of bounds for a table of {rows} rows")
 
 
 class _Table(Lowered):
