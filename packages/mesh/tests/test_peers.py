@@ -18,8 +18,9 @@ from shoal_mesh.watch.recorder import request
 
 
 def peers_of(group: dist.ProcessGroup) -> Peers:
-    """Both ranks, with two streams."""
-    return Peers(group, [os.getpid()] * 2, memoryview(bytearray(head_bytes(2, 2))), 2)
+    """All ranks, with two streams, in memory of this rank."""
+    size = group.size()
+    return Peers(group, [os.getpid()] * size, memoryview(bytearray(head_bytes(size, 2))), 2)
 
 
 @on_ranks(2)
@@ -49,3 +50,15 @@ def test_who_gives_up_says_so_in_all_of_its_words() -> None:
         raise peers.fail("another")
     with pytest.raises(CollectiveError, match="given up"):
         peers.check()
+
+
+# it waited until the timeout of the process group
+@on_ranks(3, timeout=60)
+def test_a_wait_ends_if_a_rank_that_is_not_awaited_gives_up() -> None:
+    rank, group = dist.get_rank(), dist.group.WORLD
+    assert group is not None
+    peers = peers_of(group)
+    awaited, other = (rank + 1) % 3, (rank + 2) % 3
+    peers.words[peers.lines[0][other]] = BROKEN
+    with pytest.raises(CollectiveError, match=rf"rank {other} \(process .*\) has given up"):
+        peers.wait(peers.lines[1][awaited], 1, awaited)

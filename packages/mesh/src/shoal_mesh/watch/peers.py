@@ -281,9 +281,8 @@ class Peers:
                 lambda: f"{last_of_backend(self.name)} (group {self.name}, by its backend)",
                 lambda: addresses(self._ranks_without_call(call)),
             )
-        for rank, line in enumerate(self.lines[0]):
-            if rank != self.rank and words[line] == BROKEN:
-                raise self.error_of(rank)
+        self._check_given_up()
+        for rank in range(self.size):
             # A rank that has started the collective may return before this rank has completed it.
             is_late = words[self._announced[rank]] < self._calls
             if is_late and state_of(self._pids[rank]) == "returned":
@@ -292,6 +291,12 @@ class Peers:
                     [self.ranks[rank]],
                 )
         self._check_calls()
+
+    def _check_given_up(self) -> None:
+        """Raise the error of another rank if one has given up the group."""
+        for rank, line in enumerate(self.lines[0]):
+            if rank != self.rank and self.words[line] == BROKEN:
+                raise self.error_of(rank)
 
     def wait(self, word: int, value: int, rank: int, awaited: int | None = None) -> None:
         """Wait until a word of a rank is at least a value; raise PeerError if that cannot happen.
@@ -311,6 +316,9 @@ class Peers:
             nonlocal stopped
             # another thread may have closed the group
             self.check()
+            # Without this look, two ranks that wait for each other wait on after a third rank has
+            # given up and left: to the watcher of waits, the third rank does not wait.
+            self._check_given_up()
             if words[word] < value:
                 note_wait(
                     lambda: self._describe_wait(awaited),
