@@ -38,6 +38,25 @@ ARGUMENTS = """
         sys.argv += ["--steps", "3"]
         print(launch(given, 2))
 """
+SPAWNS = """
+    import multiprocessing
+    import torch.distributed as dist
+    from shoal_mesh import launch
+
+    def tell(rank, queue):
+        queue.put(10 + rank)
+
+    def spawned():
+        context = multiprocessing.get_context("spawn")
+        queue = context.SimpleQueue()
+        process = context.Process(target=tell, args=(dist.get_rank(), queue))
+        process.start()
+        process.join()
+        return process.exitcode, None if queue.empty() else queue.get()
+
+    if __name__ == "__main__":
+        print(launch(spawned, 2))
+"""
 AT_IMPORT = """
     from shoal_mesh import launch
     import os
@@ -55,6 +74,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[str]]:
     """What each script prints."""
     started = {
         "arguments": (ARGUMENTS,),
+        "spawns": (SPAWNS,),
         "at import": (AT_IMPORT,),
         "alone": (SCRIPT,),
         "torchrun": (SCRIPT, *TORCHRUN),
@@ -67,6 +87,11 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[str]]:
 
 def test_ranks_have_the_arguments_of_the_script(scripts: dict[str, Future[str]]) -> None:
     assert scripts["arguments"].result() == "[['--steps', '3'], ['--steps', '3']]\n"
+
+
+# as torch's checkpoints in a process of their own do
+def test_ranks_spawn_processes_of_the_script(scripts: dict[str, Future[str]]) -> None:
+    assert scripts["spawns"].result() == "[(0, 10), (0, 11)]\n"
 
 
 def test_a_script_that_launches_when_it_is_imported(scripts: dict[str, Future[str]]) -> None:

@@ -166,6 +166,8 @@ def _load_file(name: str, file: str) -> ModuleType:
         parent = parent.rpartition(".")[0]
     if name == "__mp_main__":
         sys.modules["__main__"] = module
+        # As in any script: processes that the program spawns then find it by its file.
+        module.__spec__ = None
     _LOADING.append(file)
     try:
         spec.loader.exec_module(module)
