@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils import dlpack
-from torch.utils.dlpack import from_dlpack
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # no __all__
 
 from shoal_dtensor import DTensor, Shard
 from shoal_dtensor.errors import ArgumentTypeError, InPlaceError, NoRuleError
@@ -41,6 +41,8 @@ MEMORY: dict[str, Callable[[Any], object]] = {
     "from_dlpack": from_dlpack,
     # these ended the process, at the first read of what they export
     "to_dlpack": lambda x: dlpack.to_dlpack(x),  # type: ignore[attr-defined]  # no __all__
+    # most programs import the name before they make a DTensor
+    "to_dlpack by its name": lambda x: to_dlpack(x),
     "torch.to_dlpack": lambda x: torch.to_dlpack(x),  # type: ignore[attr-defined]  # not public
     "_to_dlpack_versioned": lambda x: torch._C._to_dlpack_versioned(x),
     "_pickle_save": lambda x: torch._C._pickle_save([x]),

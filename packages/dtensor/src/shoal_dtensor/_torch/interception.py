@@ -9,7 +9,7 @@ refer to this object in both kinds of checkpoint.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
 from importlib.util import find_spec
@@ -185,20 +185,30 @@ def guard_memory_exports(cls: type[torch.Tensor], refuse: Callable[[Any], Any]) 
     places: list[tuple[Any, str]] = [
         (torch._C, "_to_dlpack"),
         (torch._C, "_to_dlpack_versioned"),
-        (torch, "to_dlpack"),
         (torch._C, "_pickle_save"),
         (torch._C, "_data_address"),
     ]
     # Compiled code passes tensors on by their addresses.
     aoti = getattr(torch._C, "_aoti", None)
     places += [(aoti, name) for name in _ADDRESSES if hasattr(aoti, name)]
+    refusing: dict[int, Callable[..., Any]] = {}
     for owner, name in places:
-        setattr(owner, name, _refusing(getattr(owner, name), cls, refuse))
+        function = getattr(owner, name)
+        refusing[id(function)] = _refusing(function, cls, refuse)
+        setattr(owner, name, refusing[id(function)])
+    _replace_in_modules(refusing)
 
-    def wrap(module: Any) -> None:
-        module.to_dlpack = torch._C._to_dlpack
 
-    call_after_import("torch.utils.dlpack", wrap)
+def _replace_in_modules(replacements: Mapping[int, Callable[..., Any]]) -> None:
+    """Replace functions, given by `id`, in all modules that have imported them.
+
+    Programs write `from torch.utils.dlpack import to_dlpack` before they make their first DTensor.
+    """
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", {})
+        found = [name for name, value in [*names.items()] if id(value) in replacements]
+        for name in found:
+            setattr(module, name, replacements[id(names[name])])
 
 
 def _refusing(
