@@ -114,8 +114,9 @@ def _check_tensor(op: OpOverload, tensor: Any, group: Any, reduction: str | None
             f"{op} over ranks {list(ranks)} got {spec!r}: these ranks do not hold the same shard "
             "of it; the group must consist of all ranks along mesh axes on which the tensor is "
             "replicated, or the tensor must be on another mesh. Redistribute it, or call the "
-            "collective on tensor.to_local(). Gradients of parameters that fully_shard has "
-            "placed are averaged already: do not wrap the module in DistributedDataParallel"
+            "collective on tensor.to_local(). Instead of DistributedDataParallel around modules "
+            "with styles, call shoal_data_parallel.replicate(module, mesh) with the data axis; "
+            "fully_shard averages the gradients of its parameters itself"
         )
     if reduction is None:
         return
