@@ -194,6 +194,20 @@ def test_gathered_parameters_that_change_are_still_an_error(is_root: bool, write
         model(torch.ones(2, 4)).sum().backward()
 
 
+# its values and its gradient were lost without a word
+@on_ranks(2)
+def test_a_gathered_parameter_that_is_replaced_is_an_error() -> None:
+    class Replaces(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            self.weight = nn.Parameter(self.weight.detach() * 2)
+            return super().forward(input)
+
+    model: Any = fully_shard(nn.Sequential(Replaces(4, 4)), mesh_of(2, 1)["data"])
+    with pytest.raises(StyleError, match="were written to; the written values are lost"):
+        model(torch.ones(2, 4))
+    assert isinstance(model[0].weight, DTensor)
+
+
 @on_ranks(2)
 def test_later_forwards_are_read_in_blocks_that_compare_replicas() -> None:
     """Values without a version are read in the first forward; later ones would take too long."""

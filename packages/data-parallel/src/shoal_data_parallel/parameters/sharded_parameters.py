@@ -174,6 +174,14 @@ class ShardedParameter:
                 del module._buffers[name]
             module._parameters[name] = tensor  # type: ignore[assignment]  # it is gathered
 
+    def is_replaced(self, shown: Tensor) -> bool:
+        """Return whether a module holds another Parameter than the tensor that it was shown."""
+        for module, name in self.sites:
+            held: Any = module._parameters.get(name)
+            if held is not shown and held is not self.leaf and isinstance(held, nn.Parameter):
+                return True
+        return False
+
     def adopt(self) -> None:
         """Adopt the parameter that the first module holds now.
 

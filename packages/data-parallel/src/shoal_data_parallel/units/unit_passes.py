@@ -208,10 +208,14 @@ def _leave(unit: Unit) -> None:
 
 
 def _check_memory(unit: Unit, gathered: Gathered) -> None:
-    """Raise StyleError if a forward has moved a parameter to other memory (`p.data = values`)."""
+    """Raise StyleError if a forward has given a parameter other memory, or another tensor.
+
+    Example: `self.weight.data = values`, `self.weight = nn.Parameter(values)`.
+    """
     seen = zip(unit.exposed or (), gathered.tensors, unit.parameters, strict=False)
     for view, tensor, parameter in seen:
-        if parameter.extension is None and not shares_memory(view, tensor):
+        is_moved = parameter.extension is None and not shares_memory(view, tensor)
+        if is_moved or parameter.is_replaced(view):
             unit.hide()
             raise unit.written_error()
 
