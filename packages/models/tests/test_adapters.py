@@ -17,12 +17,15 @@ import torch
 from hf_models import (
     assert_same_values,
     build_model,
+    naming,
     needs_hf,
     needs_peft,
     save_plain,
     shared_directory,
     token_batch,
 )
+from shoal_data_parallel import fully_shard, replicate
+from shoal_dtensor import full_tensor
 from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_models import hf
 from shoal_models.errors import CheckpointError
@@ -50,6 +53,26 @@ def train(model: Any) -> None:
         model(input_ids=token_batch(), labels=token_batch()).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("how", [fully_shard, replicate])
+@on_ranks(2, timeout=200)
+def test_a_copy_of_tied_embeddings_is_trained_as_in_one_process(how: Any, is_tied: bool) -> None:
+    single = adapted(
+        build_model(tie_word_embeddings=True),
+        modules_to_save=["embed_tokens"],
+        ensure_weight_tying=is_tied,
+    )
+    module = how(copy.deepcopy(single), all_ranks())
+    for model in (single, module):
+        model(input_ids=token_batch(), labels=token_batch()).loss.backward()
+    gradients = {name: param.grad for name, param in single.named_parameters()}
+    for name, param in module.named_parameters():
+        expected = gradients[name]
+        assert (param.grad is None) == (expected is None), name
+        if expected is not None:
+            torch.testing.assert_close(full_tensor(param.grad), expected, msg=naming(name))
 
 
 @on_ranks(2, timeout=200)
