@@ -64,7 +64,8 @@ def _add_note(error: BaseException) -> None:
                 "x.unflatten(-1, (-1, head_dim)) does. For a fused projection, use "
                 "PackedColwiseParallel. If a rank must have whole heads, call .heads(count, size) "
                 "of the style. Or gather the output with output_layouts=Replicate(). A cache that "
-                "was made before the model was parallelized has all heads."
+                "was made before the model was parallelized has all heads, and so does a prefix "
+                "of peft before shoal_models.hf.parallelize_adapters(model)."
             )
             return
 
