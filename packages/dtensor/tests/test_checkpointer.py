@@ -1,4 +1,4 @@
-"""Covers: checkpointer.py: kills at every stage, damage, elastic loading, background."""
+"""Covers: checkpointer.py, numbered_state.py: kills at every stage, damage, elastic loading, background."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -179,3 +180,23 @@ def test_arguments(folder: str) -> None:
         Checkpointer(folder, keep=0)
     with pytest.raises(TypeError, match="keep"):
         Checkpointer(folder, keep="2")  # type: ignore[arg-type]  # on purpose
+
+
+# each rank's state by number was replaced by that of one rank when it was loaded
+@pytest.mark.parametrize("form", ["object", "dict"])
+@on_ranks(2)
+def test_state_by_number_of_other_parameters_is_refused(form: str, tmp_path: Path) -> None:
+    torch.manual_seed(dist.get_rank())
+    stage = torch.nn.ModuleDict({f"stage{dist.get_rank()}": torch.nn.Linear(4, 4)})
+    optimizer = torch.optim.AdamW(stage.parameters())
+    for layer in stage.values():
+        layer(torch.ones(1, 4) * (1 + dist.get_rank())).sum().backward()
+    optimizer.step()
+    state: dict[str, Any] = {"model": stage, "optimizer": optimizer}
+    if form == "dict":
+        state = {name: value.state_dict() for name, value in state.items()}
+    with (
+        Checkpointer(tmp_path / "run") as checkpoints,
+        pytest.raises(CheckpointError, match=r"optimizer\.state\.0\.exp_avg.*flatten_optimizer"),
+    ):
+        checkpoints.save(1, state)

@@ -37,6 +37,7 @@ from ..host_memory import arrival_on, start_copy
 from ..tensor.dtensor import DTensor
 from .components import state_of
 from .load_request import LoadRequest
+from .numbered_state import Digests, check_digests, digests_by_number
 from .saved_names import SavedNames, shorten
 from .trusted_reader import TrustedPlanner, TrustedReader
 
@@ -118,8 +119,9 @@ class Checkpointer:
 
         Raises:
             ArgumentTypeError: an argument of a wrong type.
-            CheckpointError: on all ranks, if a rank could not write, or if the save before in the
-                background failed. In this case no older step has been removed.
+            CheckpointError: on all ranks, if a rank could not write, if an optimizer's state by
+                number differs between ranks, or if the save before in the background failed. In
+                this case no older step has been removed.
         """
         require(step, int, "Checkpointer.save: step is an int", ArgumentTypeError)
         require(
@@ -269,7 +271,7 @@ class Checkpointer:
         folder = self._folder / f".partial_{step}"
         states: list[dict[str, Any]] = []
 
-        def begin() -> None:
+        def begin() -> Digests:
             states.append(state_of_step())
             newest = max(self.steps(), default=-1)
             if step <= newest:
@@ -281,6 +283,7 @@ class Checkpointer:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir()
+            return digests_by_number(states[0])
 
         def read_back() -> Files:
             # The names that torch.distributed.checkpoint gives to the files of a rank.
@@ -301,7 +304,7 @@ class Checkpointer:
                 os.rename(folder, self._path(step))
                 _sync(self._folder)
 
-        agree(begin, group, CheckpointError)
+        check_digests(agree(begin, group, CheckpointError))
         try:
             dcp.save(states[0], checkpoint_id=folder, process_group=group)
         except dist.checkpoint.api.CheckpointException as error:
