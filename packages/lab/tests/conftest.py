@@ -6,5 +6,5 @@ Their names differ in all packages.
 import sys
 from pathlib import Path
 
-# ranks get this path from their parent
+# ranks of the pool get this path from their parent
 sys.path.insert(0, str(Path(__file__).parent / "support"))

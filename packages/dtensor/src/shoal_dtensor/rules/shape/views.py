@@ -48,7 +48,6 @@ def groups(source: Sequence[int], target: Sequence[int]) -> list[tuple[range, ra
     j = 0
     while i < len(source) and j < len(target):
         first = i
-        first = i
         second = j
         have = source[i]
         want = target[j]
