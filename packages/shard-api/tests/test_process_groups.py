@@ -22,7 +22,7 @@ from shoal_shard_api import (
     load_with_process_group,
 )
 from shoal_shard_api.errors import ProcessGroupError, RankMismatchError, ShardingSpecError
-from shoal_shard_api.ranks.process_groups import agree_on
+from shoal_shard_api.ranks.process_groups import Fact, agree_on
 
 
 @on_ranks(4)
@@ -83,7 +83,5 @@ def test_ranks_that_name_different_values_do_not_agree() -> None:
         RankMismatchError, match="size must be equal on all ranks: 3 on rank 0, None on rank 1"
     ):
         agree_on(group, lambda: {"other": 3} if rank else {"size": 3})
-    assert agree_on(group, lambda: {} if rank else {"?size": 3, "~own": 0}) == [
-        {"?size": 3, "~own": 0},
-        {},
-    ]
+    facts = {"size": Fact(3, required=False), "own": Fact(0, compare=False)}
+    assert agree_on(group, lambda: {} if rank else facts) == [{"size": 3, "own": 0}, {}]

@@ -23,7 +23,7 @@ from shoal_mesh import DeviceMesh
 from shoal_mesh.internal import ScopedValue, kind_of, require
 
 from ..errors import ArgumentTypeError
-from ..ranks.process_groups import agree_on, one_dim_mesh
+from ..ranks.process_groups import Fact, agree_on, one_dim_mesh
 from .via_dtensor import DTensorCall
 
 _REPLICATED = ScopedValue("shoal_replicated_indices", False)
@@ -72,7 +72,7 @@ def look_up(call: DTensorCall, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     # result.
     group = weight.process_group
     reports = agree_on(group, lambda: _facts(call, arguments))
-    sizes_by_rank = [report["~sizes"] for report in reports]
+    sizes_by_rank = [report["sizes"] for report in reports]
     lengths, sizes = zip(*sizes_by_rank, strict=True)
     device = weight._local_tensors[0].device
     mesh = one_dim_mesh(group, device.type)
@@ -90,7 +90,7 @@ def look_up(call: DTensorCall, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _facts(call: DTensorCall, arguments: dict[str, Any]) -> dict[str, Any]:
     """Check this rank's indices; return facts for `agree_on`.
 
-    "~sizes", which may differ between ranks, has the length of the indices along dim 0, and the
+    The sizes, which may differ between ranks, are the length of the indices along dim 0, and the
     number of rows of the result.
     """
     name = call.name
@@ -124,13 +124,13 @@ def _facts(call: DTensorCall, arguments: dict[str, Any]) -> dict[str, Any]:
     facts: dict[str, Any] = {"dtype": indices.dtype, "weighted": weights is not None}
     if not bags:
         count = indices.numel()
-        facts["~sizes"] = (count, count)
+        facts["sizes"] = Fact((count, count), compare=False)
         return facts
     bag_count = len(indices)
     if offsets is not None:
         bag_count = len(offsets) - bool(arguments["include_last_offset"])
     facts["shape of a bag"] = tuple(indices.shape[1:])
-    facts["~sizes"] = (len(indices), bag_count)
+    facts["sizes"] = Fact((len(indices), bag_count), compare=False)
     return facts
 
 

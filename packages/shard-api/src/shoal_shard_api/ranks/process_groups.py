@@ -64,6 +64,21 @@ def members(group: dist.ProcessGroup) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
 
 
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """A value that ranks exchange in `agree_on`, and how the values of ranks are compared.
+
+    Args:
+        value: The value, which can be pickled.
+        compare: Whether the value must be equal on all ranks that have it.
+        required: Whether all ranks must have a compared value.
+    """
+
+    value: Any
+    compare: bool = True
+    required: bool = True
+
+
 def agree_on(
     group: dist.ProcessGroup, check: Callable[[], Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
@@ -72,8 +87,7 @@ def agree_on(
     Args:
         group: The ranks that make the call.
         check: Raises an error if this rank's arguments are wrong; else it returns values by name,
-            which must be equal on all ranks. A value whose name begins with "~" is exchanged but
-            not compared. One whose name begins with "?" is compared between the ranks that have it.
+            which must be equal on all ranks. A value for which this does not hold is a `Fact`.
 
     Returns:
         The values of every rank, in group order.
@@ -83,8 +97,10 @@ def agree_on(
         ArgumentTypeError: A value cannot be sent.
     """
 
-    def sendable() -> dict[str, Any]:
-        facts = dict(check())
+    def sendable() -> dict[str, Fact]:
+        facts = {}
+        for name, value in check().items():
+            facts[name] = value if isinstance(value, Fact) else Fact(value)
         try:
             pickle.loads(pickle.dumps(facts))
         except Exception as cause:  # noqa: BLE001, RUF100
@@ -96,25 +112,29 @@ def agree_on(
 
     reports = agree(sendable, group)
     names = dict.fromkeys(name for facts in reports for name in facts)
-    compared = [name for name in names if not name.startswith("~")]
-    for name in compared:
-        _compare(name, reports)
-    return reports
+    values_of_ranks = list(map(_values_of, reports))
+    for name in names:
+        fact = next(facts[name] for facts in reports if name in facts)
+        if fact.compare:
+            _compare(name, values_of_ranks, is_required=fact.required)
+    return values_of_ranks
 
 
-def _compare(name: str, reports: list[dict[str, Any]]) -> None:
-    """Raise RankMismatchError unless the value of a name is the same on all ranks that give it."""
-    is_optional = name.startswith("?")
+def _values_of(facts: Mapping[str, Fact]) -> dict[str, Any]:
+    return {name: fact.value for name, fact in facts.items()}
+
+
+def _compare(name: str, values_of_ranks: list[dict[str, Any]], *, is_required: bool) -> None:
+    """Raise RankMismatchError unless a value is the same on all ranks, or on those that have it."""
     values = {}
-    for rank, facts in enumerate(reports):
-        if name in facts or not is_optional:
-            values[rank] = facts.get(name)
+    for rank, values_by_name in enumerate(values_of_ranks):
+        if name in values_by_name or is_required:
+            values[rank] = values_by_name.get(name)
     first_rank, first_value = next(iter(values.items()))
-    shown = name.removeprefix("?")
     for rank, value in values.items():
         if value != first_value:
             raise RankMismatchError(
-                f"{shown} must be equal on all ranks: {first_value} on rank {first_rank}, {value} "
+                f"{name} must be equal on all ranks: {first_value} on rank {first_rank}, {value} "
                 f"on rank {rank}; pass the same value on all ranks"
             )
 

@@ -17,7 +17,7 @@ from shoal_mesh.internal import require, require_each
 
 from ..arguments import require_plain
 from ..errors import ArgumentTypeError, LocalShardError, ShardingSpecError, UnsupportedOpError
-from ..ranks.process_groups import agree_on, members, resolve
+from ..ranks.process_groups import Fact, agree_on, members, resolve
 from ..spec.metadata import (
     ShardedTensorMetadata,
     ShardMetadata,
@@ -231,20 +231,22 @@ def describe(
         size = flatten_size(global_size, inferred=True)
         _check_local(shards, size)
         metadata = [shard.metadata for shard in shards]
-        found: dict[str, Any] = {"global size": size, "~shards": metadata}
+        found: dict[str, Any] = {"global size": size, "shards": Fact(metadata, compare=False)}
         if shards:
             properties = TensorProperties.create_from_tensor(shards[0].tensor)
-            found |= {f"?{name}": getattr(properties, name) for name in _COMPARED}
+            for name in _COMPARED:
+                # a rank without shards has none of these properties
+                found[name] = Fact(getattr(properties, name), required=False)
         return found
 
     reports = agree_on(group, facts)
     size = flatten_size(global_size, inferred=True)
-    with_shards = [report for report in reports if report["~shards"]]
+    with_shards = [report for report in reports if report["shards"]]
     if not with_shards:
         raise ShardingSpecError("at least one rank must have a local shard")
     first = with_shards[0]
-    properties = TensorProperties(**{name: first[f"?{name}"] for name in _COMPARED})
-    shards_by_rank = [list(report["~shards"]) for report in reports]
+    properties = TensorProperties(**{name: first[name] for name in _COMPARED})
+    shards_by_rank = [list(report["shards"]) for report in reports]
     if None in size:
         size, shards_by_rank = _concatenate(shards_by_rank, size, members(group))
     shards_of_all = [shard for shards_of_rank in shards_by_rank for shard in shards_of_rank]

@@ -35,6 +35,7 @@ from ..errors import (
 )
 from ..ops import dispatch, via_dtensor
 from ..ranks.process_groups import (
+    Fact,
     ProcessGroupState,
     agree_on,
     check_rank,
@@ -356,14 +357,16 @@ class ShardedTensor(ShardedTensorConstructors):
         group = self._process_group
         # A rank may have shards on several devices, of which some move.
         is_moved = any(local.device != device for local in self._local_tensors)
-        # All ranks must move to one type of device. The devices themselves may differ: `agree_on`
-        # exchanges a value whose name begins with "~", and does not compare it.
-        reports = agree_on(
-            group, lambda: {"device type": device.type, "~device": device, "~moved": is_moved}
-        )
-        if not any(report["~moved"] for report in reports):
+        # All ranks must move to one type of device. The devices themselves may differ.
+        facts = {
+            "device type": device.type,
+            "device": Fact(device, compare=False),
+            "moved": Fact(is_moved, compare=False),
+        }
+        reports = agree_on(group, lambda: facts)
+        if not any(report["moved"] for report in reports):
             return self._metadata
-        devices = [report["~device"] for report in reports]
+        devices = [report["device"] for report in reports]
         device_of_rank = dict(zip(members(group), devices, strict=True))
         shards = []
         for shard in self._metadata.shards_metadata:
