@@ -19,6 +19,7 @@ from shoal_mesh.errors import RankError
 from shoal_mesh.shared_memory.channel import OPT_OUT
 from shoal_mesh.testing import on_ranks
 from shoal_mesh.watch import backend_work
+from shoal_mesh.watch.processes import ProcessState
 
 TIMEOUT = 2.0
 
@@ -86,7 +87,12 @@ def test_ranks_that_have_not_reported_are_named_together() -> None:
 def test_a_rank_that_returned_because_another_is_lost_is_not_at_fault() -> None:
     group = dist.group.WORLD
     assert group is not None
-    returned, stopped = "(process 7) has returned", "(process 8) is stopped (SIGSTOP)"
+    returned = backend_work.LostRank(7, ProcessState.RETURNED)
+    stopped = backend_work.LostRank(8, ProcessState.STOPPED)
+    assert (str(returned), str(stopped)) == (
+        "(process 7) has returned",
+        "(process 8) is stopped (SIGSTOP)",
+    )
     with pytest.MonkeyPatch.context() as patch:
         for lost, ranks in (
             ({0: returned, 1: stopped}, (1,)),
@@ -95,7 +101,7 @@ def test_a_rank_that_returned_because_another_is_lost_is_not_at_fault() -> None:
         ):
             patch.setattr(backend_work, "lost_ranks", lambda *_, lost=lost: lost)
             text, at_fault = backend_work._diagnose(group, [0, 1], 0)
-            assert at_fault == ranks and all(state in text for state in lost.values())
+            assert at_fault == ranks and all(str(state) in text for state in lost.values())
 
 
 def start(different: int, seen: str) -> None:

@@ -1,4 +1,4 @@
-"""Covers: lockstep.py: check_replicas and check_distinct."""
+"""Covers: replicas.py: check_replicas and check_distinct."""
 
 from __future__ import annotations
 

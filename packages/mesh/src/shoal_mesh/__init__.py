@@ -30,8 +30,9 @@ from .mesh.create import (
 )
 from .mesh.device_mesh import DeviceMesh, current_mesh
 from .observers.comm_debug import CommDebugMode
-from .observers.lockstep import check_distinct, check_replicas, lockstep
+from .observers.lockstep import lockstep
 from .observers.logs import annotate_collectives, log_from_environment, log_to_stderr
+from .observers.replicas import check_distinct, check_replicas
 from .observers.stragglers import stragglers
 from .topology import Link, measure as measure_topology, set_topology, topology_of
 

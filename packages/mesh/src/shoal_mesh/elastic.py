@@ -41,7 +41,7 @@ from .groups.process_groups import comm_over, forget_groups
 from .groups.world import device_of, require_world
 from .shared_memory.channel import give_up
 from .watch.backend_work import drain
-from .watch.processes import machine, state_of
+from .watch.processes import ProcessState, machine, state_of
 
 R = TypeVar("R")
 # the id, the machine and the process of a member
@@ -291,7 +291,7 @@ class ElasticWorld:
         """Return whether a member has finished the program, or has ended on this machine."""
         machine_of_member = member["machine"]
         is_local = machine_of_member and machine_of_member == self._member["machine"]
-        if is_local and state_of(member["process"]) == "ended":
+        if is_local and state_of(member["process"]) is ProcessState.ENDED:
             return True
         return self._store.check([f"left/{member['id']}"])
 

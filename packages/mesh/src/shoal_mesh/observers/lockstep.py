@@ -1,4 +1,4 @@
-"""Comparisons between ranks: `lockstep` for their next collectives, `check_replicas` for bits.
+"""Comparisons of the next collectives of all ranks: `lockstep`.
 
 In a `lockstep` block every rank sends a description of its next collective, as numbers, in an
 all-gather before each collective. A mismatch raises instead of hanging. The error is the same on
@@ -11,15 +11,15 @@ libraries are not.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
 import re
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from enum import StrEnum
 from functools import lru_cache
 from itertools import count
 from types import FrameType
@@ -27,21 +27,20 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
 
 from .. import _torch
 from .._torch import ProcessGroup, Store
 from ..argument_types import by_ranks, name_ranks, require, suggests_keywords
-from ..collectives import calls, even
-from ..collectives.calls import Along
-from ..errors import CollectiveTypeError, LockstepError, MeshError, PeerError
+from ..collectives import calls
+from ..errors import LockstepError, MeshError, PeerError
 from ..events import Event, observe, observers, unobserve
 from ..groups.process_groups import Comm
-from ..groups.world import all_gather_objects, bytes_of, device_of, require_world
+from ..groups.world import all_gather_objects, device_of, require_world
 from ..shared_memory.channel import channel_of
 from ..transport import Pending
-from ..watch.backend_work import lost_ranks
+from ..watch.backend_work import LostRank, lost_ranks
 from ..watch.peers import minority, wait_until
+from ..watch.processes import ProcessState
 from ..watch.recorder import LIBRARIES
 
 # Flows (`statement`) are computed modulo this prime, so that any backend can send them as signed
@@ -57,8 +56,6 @@ _LIBRARY = re.compile(rf"(^|\.){LIBRARIES}(\.|$)")
 _BLOCKS: WeakKeyDictionary[ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 # seconds that a rank waits before it looks at the states of the other ranks, and between two looks
 _PATIENCE = 0.5
-# the ends of the texts about lost ranks that run nothing any more
-_ENDS = ("ended", "returned")
 
 
 @contextmanager
@@ -117,12 +114,12 @@ def lockstep(*, timeout: float = 30.0, every: int = 1, call_sites: bool = True) 
         yield
     except BaseException as error:
         reason = f"left the lockstep block by {type(error).__name__}: {error}"
-        comparison.write_state(reason[:1000])
+        comparison.write_state(_RankState(_Activity.LEFT, reason[:1000]))
         if isinstance(error, PeerError):
             comparison.write_error(error)
         raise
     else:
-        comparison.write_state("left the lockstep block")
+        comparison.write_state(_RankState(_Activity.LEFT, "left the lockstep block"))
     finally:
         unobserve(comparison)
 
@@ -135,6 +132,37 @@ def in_lockstep() -> bool:
         False
     """
     return bool(observers) and any(isinstance(observer, _Comparison) for observer in observers)
+
+
+class _Activity(StrEnum):
+    """What a rank does in a lockstep block, as far as ranks that wait for it need to know."""
+
+    RUNS = "runs"
+    WAITS = "waits"
+    LEFT = "left"
+
+
+class _RankState(NamedTuple):
+    """The state that a rank writes to the store, for the ranks that wait for it.
+
+    Attributes:
+        activity: whether it waits in a collective, has left the block, or runs the program.
+        text: the state in words.
+        axes: the axes along which it waits; "" if it does not wait.
+    """
+
+    activity: str = _Activity.RUNS
+    text: str = "outside of collectives that ranks wait in"
+    axes: str = ""
+
+    @property
+    def has_left(self) -> bool:
+        """True for a rank that has left the lockstep block."""
+        return self.activity == _Activity.LEFT
+
+    def waits_along(self, axes: str) -> bool:
+        """Return whether the rank waits in a collective along these axes."""
+        return self.activity == _Activity.WAITS and self.axes == axes
 
 
 class _Comparison:
@@ -162,9 +190,9 @@ class _Comparison:
         # name of a communicator -> the last collective that all its ranks have reached
         self._last: dict[str, str] = {}
 
-    def write_state(self, text: str) -> None:
+    def write_state(self, state: _RankState) -> None:
         """Write the state of this rank to the store."""
-        self._write(str(self._rank), text)
+        self._write(str(self._rank), json.dumps(state))
 
     def write_error(self, error: PeerError) -> None:
         """Write the error of this rank to the store, for the ranks that wait."""
@@ -175,11 +203,16 @@ class _Comparison:
         with suppress(RuntimeError):
             self._store.set(key, text)
 
-    def _read(self, key: str | int) -> str:
-        """Return the text that a rank has written, or the text under a key; '' if there is none."""
+    def _read_state(self, rank: int) -> _RankState:
+        """Return the state that a rank has written last."""
+        written = self._read(str(rank))
+        return _RankState(*json.loads(written)) if written else _RankState()
+
+    def _read(self, key: str) -> str:
+        """Return the text under a key of the store; '' if there is none."""
         with suppress(RuntimeError):
-            if self._store.check([str(key)]):
-                return self._store.get(str(key)).decode()
+            if self._store.check([key]):
+                return self._store.get(key).decode()
         return ""
 
     def before(self, event: Event) -> None:
@@ -248,10 +281,11 @@ class _Comparison:
 
     def _look(self, comm: Comm, text: str, waited: float) -> LockstepError | None:
         """Write that this rank waits; return an error if one has left, raised or is late."""
-        along = f"along {'x'.join(comm.axes)}"
-        self.write_state(f"waits {along} in {text}")
-        states = {rank: self._read(rank) for rank in comm.ranks if rank != self._rank}
-        missing = [rank for rank in states if not states[rank].startswith(f"waits {along} ")]
+        axes = "x".join(comm.axes)
+        along = f"along {axes}"
+        self.write_state(_RankState(_Activity.WAITS, f"waits {along} in {text}", axes))
+        states = {rank: self._read_state(rank) for rank in comm.ranks if rank != self._rank}
+        missing = [rank for rank, state in states.items() if not state.waits_along(axes)]
         if not missing:
             return None
         lost = lost_ranks(comm.group, _torch.ranks_in_order(comm.group))
@@ -278,28 +312,29 @@ class _AbsentRanks(NamedTuple):
 
     Attributes:
         ranks: their numbers.
-        states: the text that each other rank of the communicator wrote to the store last.
-        lost: the state of each rank that the watch of the ranks reports as lost.
+        states: the state that each other rank of the communicator wrote to the store last.
+        lost: the ranks that the watch of the ranks reports as lost.
     """
 
     ranks: Sequence[int]
-    states: Mapping[int, str]
-    lost: Mapping[int, str]
-
-    def has_left(self, rank: int) -> bool:
-        """Return whether a rank has left the lockstep block."""
-        return self.states[rank].startswith("left")
+    states: Mapping[int, _RankState]
+    lost: Mapping[int, LostRank]
 
     def absent_ranks(self) -> list[int]:
         """Return the ranks that cannot arrive: they have left the block, or have ended."""
-        ended = {rank for rank, state in self.lost.items() if state.endswith(_ENDS)}
-        return [rank for rank in self.ranks if self.has_left(rank) or rank in ended]
+        gone = []
+        for rank in self.ranks:
+            # a rank that is only stopped may go on
+            has_ended = rank in self.lost and self.lost[rank].state is not ProcessState.STOPPED
+            if self.states[rank].has_left or has_ended:
+                gone.append(rank)
+        return gone
 
     def last_seen(self, rank: int) -> str:
         """Return the last known state of a rank in words."""
-        if rank in self.lost and not self.has_left(rank):
-            return self.lost[rank]
-        return self.states[rank] or "outside of collectives that ranks wait in"
+        if rank in self.lost and not self.states[rank].has_left:
+            return str(self.lost[rank])
+        return self.states[rank].text
 
 
 # --- what a rank is about to do -------------------------------------------------------------------
@@ -378,9 +413,9 @@ def _state_facts(
     if purpose:
         text += f", for {purpose}"
     # 0 for a rank that neither sends nor receives a block: it may not have the dtype of the others
-    dtypes_number = _number_of(",".join(names)) if names else 0
+    dtypes_number = number_of_text(",".join(names)) if names else 0
     compared_site = call_site if call_sites else ""
-    facts = _number_of(f"{op}|{reduce_op}|{sizes}|{purpose}|{compared_site}")
+    facts = number_of_text(f"{op}|{reduce_op}|{sizes}|{purpose}|{compared_site}")
     return _StatedFacts(facts, dtypes_number, f"{text} ({call_site})")
 
 
@@ -393,7 +428,7 @@ def agree(rows: Sequence[Numbers]) -> bool:
     return sum(numbers.flow for numbers in rows) % _MODULUS == 0
 
 
-def _number_of(text: str) -> int:
+def number_of_text(text: str) -> int:
     """Return a number that is the same for equal texts, in every process."""
     digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
     # never 0, which stands for no text
@@ -435,129 +470,3 @@ def _call_stack(length: int = _STACK) -> tuple[str | int, ...]:
 @lru_cache(maxsize=4096)
 def _is_library(module: str) -> bool:
     return _LIBRARY.search(module) is not None
-
-
-# --- replicas -------------------------------------------------------------------------------------
-
-
-@suggests_keywords()
-def check_replicas(
-    tensor: Tensor | Mapping[str, Tensor], comm: Along, what: str = "tensor"
-) -> None:
-    """Raise LockstepError on all ranks unless the ranks' tensors are equal, bit for bit.
-
-    It takes one all-gather of 8 bytes per tensor and rank. Names, shapes and dtypes are compared
-    too.
-
-    Args:
-        tensor: this rank's replica, of any shape and dtype, or several by name: a `state_dict`
-            after a step.
-        comm: a communicator, or (mesh, axes).
-        what: the name of the tensor, or of the object that holds the tensors, in the error.
-
-    Raises:
-        LockstepError: tensors differ; the error names the first of them and the ranks that differ
-            from most others.
-        CollectiveTypeError: an argument of a wrong type.
-
-    Example:
-        >>> launch(lambda: check_replicas(torch.ones(3), comm_over((0, 1)), "weight"), 2)
-        [None, None]
-    """
-    comm = calls.resolve(comm)
-    replicas = _named_tensors("check_replicas", tensor, what)
-    digests = [_digest(name, replica.detach()) for name, replica in replicas.items()]
-    device = device_of(comm.group)
-    axes = "x".join(comm.axes)
-    counts = even.all_gather(torch.tensor([len(digests)], device=device), comm).tolist()
-    if len(set(counts)) > 1:
-        raise LockstepError(
-            f"ranks {list(comm.ranks)} compare {counts} tensors of {what} along {axes}"
-        )
-    if not digests:
-        return
-    gathered = even.all_gather(torch.tensor(digests, device=device), comm)
-    # a row for each tensor with the digests of all ranks; 2 ranks, 3 tensors: (6,) -> (3, 2)
-    digests_by_tensor = gathered.view(comm.size, -1).t().tolist()
-    for (name, replica), digests_of_ranks in zip(replicas.items(), digests_by_tensor, strict=True):
-        if len(set(digests_of_ranks)) == 1:
-            continue
-        ((usual, _),) = Counter(digests_of_ranks).most_common(1)
-        by_rank = dict(zip(comm.ranks, digests_of_ranks, strict=True))
-        wrong = tuple(rank for rank, digest in by_rank.items() if digest != usual)
-        others = [rank for rank in comm.ranks if rank not in wrong]
-        raise LockstepError(
-            f"replicas of {name} {tuple(replica.shape)} differ along {axes}: ranks {list(wrong)} "
-            f"differ from {others}",
-            wrong,
-        )
-
-
-@suggests_keywords()
-def check_distinct(
-    tensor: Tensor | Mapping[str, Tensor], comm: Along, what: str = "tensor"
-) -> None:
-    """Raise LockstepError on all ranks if the tensors of two ranks are equal, bit for bit.
-
-    Ranks along a data axis read different rows. It takes one all-gather of 8 bytes per rank. Ranks
-    with several tensors differ if one of the tensors does, and a rank without elements differs from
-    all others.
-
-    Args:
-        tensor: this rank's tensor, of any shape and dtype, or several by name: a batch.
-        comm: a communicator, or (mesh, axes).
-        what: the name of the tensor, or of the object that holds the tensors, in the error.
-
-    Raises:
-        LockstepError: tensors are equal; the error names the ranks.
-        CollectiveTypeError: an argument of a wrong type.
-
-    Example:
-        >>> def example() -> None:
-        ...     rank = torch.distributed.get_rank()
-        ...     check_distinct(torch.arange(3) + 3 * rank, comm_over((0, 1)), "rows")
-        >>> launch(example, 2)
-        [None, None]
-    """
-    comm = calls.resolve(comm)
-    tensors = _named_tensors("check_distinct", tensor, what)
-    digests: list[object] = [_digest(name, value.detach()) for name, value in tensors.items()]
-    if not any(value.numel() for value in tensors.values()):
-        digests.append(f"rank {comm.rank} without elements")
-    own_number = torch.tensor([_number_of(str(digests))], device=device_of(comm.group))
-    ranks_by_digest = defaultdict(list)
-    for rank, digest in zip(comm.ranks, even.all_gather(own_number, comm).tolist(), strict=True):
-        ranks_by_digest[digest].append(rank)
-    equal = [ranks for ranks in ranks_by_digest.values() if len(ranks) > 1]
-    if equal:
-        groups = " and on ".join([name_ranks(ranks) for ranks in equal])
-        raise LockstepError(
-            f"{what} has equal values on {groups} along {'x'.join(comm.axes)}",
-            tuple(sorted(itertools.chain.from_iterable(equal))),
-        )
-
-
-def _named_tensors(
-    function: str, tensor: Tensor | Mapping[str, Tensor], what: str
-) -> dict[str, Tensor]:
-    """Return the tensors to compare by name; refuse values of other types."""
-    allowed = f"{function} compares a torch.Tensor or a dict of them"
-    require(tensor, Tensor | Mapping, allowed, CollectiveTypeError)
-    require(what, str, "the name of a tensor is a string", CollectiveTypeError)
-    if isinstance(tensor, Tensor):
-        named = {what: tensor}
-    else:
-        named = {f"{what}.{name}": value for name, value in tensor.items()}
-    for value in named.values():
-        require(value, Tensor, f"{function} compares tensors", CollectiveTypeError)
-        calls.check_operand(value.detach())
-    return named
-
-
-def _digest(name: str, tensor: Tensor) -> int:
-    """Return a number of the name, shape, dtype and bits of a tensor."""
-    replica = tensor.cpu().resolve_conj().resolve_neg().contiguous()
-    header = f"{name}{tuple(replica.shape)}{replica.dtype}"
-    digest = hashlib.blake2b(header.encode(), digest_size=8)
-    digest.update(bytes_of(replica))
-    return int.from_bytes(digest.digest(), "little", signed=True)

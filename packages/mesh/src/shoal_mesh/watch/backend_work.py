@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from .. import _torch
 from .._torch import ProcessGroup, Store, Work
@@ -20,7 +20,7 @@ from ..argument_types import name_ranks
 from ..errors import PeerError
 from .deadlocks import addresses, note_wait
 from .peers import Peers, different_collectives, wait_until
-from .processes import machine, processes_of, state_of
+from .processes import ProcessState, machine, processes_of, state_of
 from .recorder import dump, last_of_backend
 
 # seconds by which the end of a process may become visible after the end of its connections
@@ -176,12 +176,12 @@ def _diagnose(group: ProcessGroup, ranks: list[int], own_rank: int) -> tuple[str
 
 
 def _diagnose_loss(
-    group: ProcessGroup, ranks: list[int], own_rank: int, lost: dict[int, str]
+    group: ProcessGroup, ranks: list[int], own_rank: int, lost: dict[int, LostRank]
 ) -> tuple[str, tuple[int, ...]]:
     """Describe the failure of a group that has lost ranks; return also the ranks at fault."""
-    text = ", ".join(f"rank {rank} {state}" for rank, state in lost.items())
+    text = ", ".join(f"rank {rank} {lost_rank}" for rank, lost_rank in lost.items())
     # gloo may have aborted the process because another rank sent data of another collective
-    if all("ended" in state for state in lost.values()):
+    if all(lost_rank.state is ProcessState.ENDED for lost_rank in lost.values()):
         others = [rank for rank in ranks if rank not in lost]
         started = _roll_call(group, others, own_rank, _DEATH_SECONDS)
         if started and len(set(started.values())) > 1:
@@ -189,11 +189,14 @@ def _diagnose_loss(
             text = f"{text}; {difference}"
     # If one rank has ended and another one has returned, the latter most likely failed because of
     # the former, sooner than this rank.
-    culprits = tuple(rank for rank, state in lost.items() if "returned" not in state)
-    return text, culprits or tuple(lost)
+    culprits = []
+    for rank, lost_rank in lost.items():
+        if lost_rank.state is not ProcessState.RETURNED:
+            culprits.append(rank)
+    return text, tuple(culprits or lost)
 
 
-def _wait_for_lost_ranks(group: ProcessGroup, ranks: list[int]) -> dict[int, str]:
+def _wait_for_lost_ranks(group: ProcessGroup, ranks: list[int]) -> dict[int, LostRank]:
     """Return the states of lost ranks; the end of a process may show up a moment later."""
     deadline = time.monotonic() + _DEATH_SECONDS
     lost = lost_ranks(group, ranks)
@@ -203,8 +206,20 @@ def _wait_for_lost_ranks(group: ProcessGroup, ranks: list[int]) -> dict[int, str
     return lost
 
 
-def lost_ranks(group: ProcessGroup, ranks: list[int]) -> dict[int, str]:
-    """Return the states of ranks that, as far as this machine shows, have ended or are stopped."""
+class LostRank(NamedTuple):
+    """A rank that does not run any more: its process, and the state of the process."""
+
+    pid: int
+    state: ProcessState
+
+    def __str__(self) -> str:
+        if self.state is ProcessState.STOPPED:
+            return f"(process {self.pid}) is stopped (SIGSTOP)"
+        return f"(process {self.pid}) has {self.state}"
+
+
+def lost_ranks(group: ProcessGroup, ranks: list[int]) -> dict[int, LostRank]:
+    """Return the ranks that, as far as this machine shows, have ended, returned or are stopped."""
     own_machine = machine()
     if not own_machine:
         return {}
@@ -213,10 +228,8 @@ def lost_ranks(group: ProcessGroup, ranks: list[int]) -> dict[int, str]:
         if machine_of_rank != own_machine:
             continue
         state = state_of(pid)
-        if state == "stopped":
-            lost[rank] = f"(process {pid}) is stopped (SIGSTOP)"
-        elif state != "running":
-            lost[rank] = f"(process {pid}) has {state}"
+        if state is not ProcessState.RUNNING:
+            lost[rank] = LostRank(pid, state)
     return lost
 
 

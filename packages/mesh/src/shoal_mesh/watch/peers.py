@@ -22,7 +22,7 @@ from .. import _torch
 from .._torch import ProcessGroup
 from ..errors import LockstepError, PeerError
 from .deadlocks import WAITS, addresses, note_wait
-from .processes import state_of
+from .processes import ProcessState, state_of
 from .recorder import current_purpose, describe, dump, last_of_backend, request
 
 # words of 8 bytes in a cache line; two ranks never write to one line
@@ -285,7 +285,7 @@ class Peers:
         for rank in range(self.size):
             # A rank that has started the collective may return before this rank has completed it.
             is_late = words[self._announced[rank]] < self._calls
-            if is_late and state_of(self._pids[rank]) == "returned":
+            if is_late and state_of(self._pids[rank]) is ProcessState.RETURNED:
                 raise self.fail(
                     f"{self._name(rank)} has returned, and others wait for it in a collective",
                     [self.ranks[rank]],
@@ -328,7 +328,7 @@ class Peers:
             state = state_of(self._pids[rank])
             # Looks are counted, and not seconds: if the whole job was stopped and continues, no
             # rank has waited meanwhile.
-            stopped = stopped + 1 if state == "stopped" else 0
+            stopped = stopped + 1 if state is ProcessState.STOPPED else 0
             if group is None or not _torch.is_live(group):
                 text = "the process group was destroyed while one of its collectives waited"
                 raise self.fail(text, [self.ranks[self.rank]])
@@ -339,7 +339,7 @@ class Peers:
             own_name = f"rank {self.ranks[self.rank]}"
             name = self._name(rank)
             culprits = [self.ranks[rank]]
-            if state in ("ended", "returned"):
+            if state in (ProcessState.ENDED, ProcessState.RETURNED):
                 text = f"{name} has {state} while {own_name} waited for it in a collective"
                 raise self.fail(text, culprits)
             if words[self._announced[rank]] > self._calls:

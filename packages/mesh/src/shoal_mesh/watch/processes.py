@@ -11,6 +11,7 @@ import hashlib
 import os
 import sys
 import weakref
+from enum import StrEnum
 from pathlib import Path
 
 from .._torch import ProcessGroup
@@ -71,23 +72,32 @@ def name_process(job: int, *, returned: bool) -> None:
         ctypes.CDLL(None).prctl(_SET_NAME, name.encode())
 
 
-def state_of(pid: int) -> str:
-    """Return the state of a process: "running", "stopped", "ended" or "returned".
+class ProcessState(StrEnum):
+    """State of the process of a rank.
 
     A process is stopped by a signal. A process that has ended and is not yet reaped counts as
     ended. A rank of a pool has returned if it has returned from the job that this rank runs.
     """
+
+    RUNNING = "running"
+    STOPPED = "stopped"
+    ENDED = "ended"
+    RETURNED = "returned"
+
+
+def state_of(pid: int) -> ProcessState:
+    """Return the state of a process of this machine."""
     try:
         # "1234 (returned 7) S 1 ...": process id, name, state
         head, _, rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
     except OSError:
-        return "ended"
+        return ProcessState.ENDED
     _, returned, job = head.partition("(returned ")
     # A rank that has already returned from a later job has also returned from this one.
     if returned and int(job) >= _job:
-        return "returned"
+        return ProcessState.RETURNED
     state = rest.split()[0]
     # a zombie, or dead
     if state in "ZX":
-        return "ended"
-    return "stopped" if state == "T" else "running"
+        return ProcessState.ENDED
+    return ProcessState.STOPPED if state == "T" else ProcessState.RUNNING
