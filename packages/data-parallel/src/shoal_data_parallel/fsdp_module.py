@@ -87,7 +87,7 @@ class GradientReductionHandle:
         (`set_is_last_backward`).
         """
         for context in self.contexts:
-            deliver(context.take())
+            deliver(context.take_pending())
 
 
 class FSDPModule(ReducingModule):
@@ -266,7 +266,9 @@ class FSDPModule(ReducingModule):
         started = [_start_over_all_axes(unit) for unit in units if unit.holds_gradients]
         # Units may share a context. `dict.fromkeys` keeps each context once, in the units' order.
         pending = [
-            reduction for context in dict.fromkeys(context_of_units) for reduction in context.take()
+            reduction
+            for context in dict.fromkeys(context_of_units)
+            for reduction in context.take_pending()
         ]
         deliver([*pending, *started])
 
@@ -457,7 +459,7 @@ class FSDPModule(ReducingModule):
                 f"reset_iter_state: call it on the outermost fully_shard module; {unit.name!r} is "
                 f"inside of {unit.schedule.units[0].name!r}"
             )
-        for reduction in unit.schedule.context.take():
+        for reduction in unit.schedule.context.take_pending():
             reduction.wait()
         unit.schedule.running = False
         unit.schedule.post_optimizer_event = None
@@ -613,7 +615,7 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
     schedules = [unit_of(module).schedule for module in modules]
     for schedule in schedules[1:]:
         shared = schedules[0].context
-        shared.pending += schedule.context.take()
+        shared.pending += schedule.context.take_pending()
         schedule.context = shared
 
 

@@ -181,7 +181,7 @@ def install_unit(first_unit: Unit, cls: Any) -> None:
         _check_own(modules, owned)
         check_same_parameters("fully_shard", [(names[id(p)], p) for p in owned], unit.axes)
     for unit in first_unit.peers:
-        unit.take()
+        unit.take_parameters()
     make_outermost(first_unit, [inner for module in modules for inner in units_of(module)])
     for module in modules:
         vars(module)[STATE] = first_unit

@@ -264,7 +264,7 @@ def _install(state: Replicas, module: Any, src_data_rank: int | None) -> None:
     # Shards are not sent later: random operators fill a DTensor as on one device.
     if not axes.num_sharding_axes and any(local_of(tensor).is_meta for tensor in tensors):
         state.awaited_rank = src_data_rank
-    state.take()
+    state.take_parameters()
     complete_forwards(axes.mesh, module, over_data=(None, state.dtype))
     register_owner(state)
     watch(axes.mesh)
@@ -356,13 +356,13 @@ class Replicas(Reducer):
                 others.update(map(id, child.parameters()))
         return [param for param in self.module.parameters() if id(param) not in others]
 
-    def give_back(self) -> None:
+    def restore_parameters(self) -> None:
         """Have the module hold whole parameters without hooks."""
         self.gradients.remove()
         self.gradients, self._attached = GradientBuckets([], self), []
         make_whole([replica.target for replica in self.replicas])
 
-    def take(self) -> None:
+    def take_parameters(self) -> None:
         """Replicate the parameters that the module holds now.
 
         If optimizers update shards, the module gets shards of them.
@@ -466,7 +466,7 @@ class Replicas(Reducer):
         if is_compiling():
             return
         self._depth += 1
-        if self._depth > 1 or self.gradients.running:
+        if self._depth > 1 or self.gradients.is_running:
             return
         warn_of_equal_rows(module, args, kwargs, self.axes.comm)
         for state in reversed(self.module._reducers()):
@@ -487,9 +487,9 @@ class Replicas(Reducer):
         if is_compiling():
             return
         self._depth -= 1
-        if not self._depth and not self.gradients.running:
+        if not self._depth and not self.gradients.is_running:
             self.writes.end()
-        if self.gradients.running:
+        if self.gradients.is_running:
             self.begin_pass()
         else:
             self.end_pass()

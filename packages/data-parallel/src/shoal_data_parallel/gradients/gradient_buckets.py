@@ -66,19 +66,19 @@ class Bucket(Group):
     def extra_columns(self) -> Tensor | None:
         return None if self.forward_writes is None else self.forward_writes.columns()
 
-    def take(self, i: int) -> Tensor | None:
+    def take_gradient(self, i: int) -> Tensor | None:
         """Remove the gradient that autograd has accumulated from a parameter, and return it."""
         leaf = self.replicas[i].leaf
         grad = leaf.grad
         leaf.grad = None
         return grad
 
-    def keep(self, i: int) -> None:
+    def keep_gradient(self, i: int) -> None:
         """Move the gradient that autograd has accumulated to the kept gradients of the group.
 
         It is added to the gradient that an earlier pass kept. A later pass reduces the sum.
         """
-        grad = self.take(i)
+        grad = self.take_gradient(i)
         if grad is not None:
             self.add_to_kept(i, grad, copy=False)
 
@@ -163,7 +163,7 @@ class GradientBuckets:
             self._handles.append(leaf.register_post_accumulate_grad_hook(hook))
 
     @property
-    def running(self) -> bool:
+    def is_running(self) -> bool:
         """True from the first gradient of a pass to the end of the pass."""
         return self._pass is not None
 
@@ -208,7 +208,7 @@ class GradientBuckets:
         before that gradient, an activation checkpoint runs the forward of the module again. A pass
         that does not use the gradient of any parameter does not begin.
         """
-        if self.running:
+        if self.is_running:
             return
         is_needed = any(leaf_route(node) != "unused" for node in self.optimizer_nodes)
         if is_needed:
@@ -216,7 +216,7 @@ class GradientBuckets:
 
     def begin(self, _: Any = None) -> None:
         """Begin a pass, unless one is running: set aside the gradients in `.grad`."""
-        if self.running:
+        if self.is_running:
             return
         for replica in self.replicas:
             replica.check_hooks()
@@ -245,7 +245,7 @@ class GradientBuckets:
         # is in memory until the pass is over.
         bucket = self.buckets[bucket_index]
         if i in bucket.kept:
-            bucket.keep(i)
+            bucket.keep_gradient(i)
         current.missing[bucket_index] -= 1
         # Reentrant checkpointing runs passes inside of this one, and each may bring a
         # parameter's gradient.
@@ -362,7 +362,7 @@ class GradientBuckets:
 
     def _start_reduction(self, bucket_index: int) -> None:
         bucket = self.buckets[bucket_index]
-        gradients = {i: bucket.take(i) for i in bucket.trained}
+        gradients = {i: bucket.take_gradient(i) for i in bucket.trained}
         self._current.reductions.append(GroupReduction.start(bucket, gradients))
 
     def finish(self) -> None:
@@ -390,7 +390,7 @@ class GradientBuckets:
                 bucket.partially_accumulated = True
             for bucket in self.buckets:
                 for i in bucket.trained:
-                    bucket.keep(i)
+                    bucket.keep_gradient(i)
         self._restore(current)
         deliver(reductions)
         for bucket in self.buckets:
@@ -434,7 +434,7 @@ class GradientBuckets:
         # After an error, the reductions that have started return the kept gradients to the buckets.
         # `finish` has emptied the list.
         while ended.reductions:
-            ended.reductions.pop().give_back()
+            ended.reductions.pop().return_kept()
 
 
 def _gradient_node(leaf: Tensor) -> Any:

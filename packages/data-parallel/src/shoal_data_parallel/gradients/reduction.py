@@ -321,7 +321,7 @@ class GroupReduction:
         if self._in_flight is not None and self.group.axes.mesh.device_type == "cpu":
             self._in_flight.poll()
 
-    def give_back(self) -> None:
+    def return_kept(self) -> None:
         """Return kept gradients to the group, because the pass has failed."""
         self.group.kept.update(self._kept)
         self.group.add_scattered(self._scattered)

@@ -136,7 +136,7 @@ class ShardedParameter:
     def shard_after_forward(self, local: Tensor) -> Tensor:
         """Return the larger shard of a gathered tensor that this rank keeps after a forward."""
         resting, gathered = self.moves_after_forward()
-        shard = _narrowed(local.detach(), gathered, resting)
+        shard = _narrow_to_shard(local.detach(), gathered, resting)
         return shard.clone(memory_format=torch.contiguous_format)
 
     def moves_after_forward(self) -> tuple[Spec, Spec]:
@@ -331,7 +331,7 @@ def shard_parameter(
     resting, gathered = _layouts(param, axes, styled, placement)
 
     def to_shard(tensor: Tensor) -> DTensor:
-        shard = _narrowed(local_of(tensor).detach(), gathered, resting)
+        shard = _narrow_to_shard(local_of(tensor).detach(), gathered, resting)
         shard = shard.contiguous() if view else shard.clone(memory_format=torch.contiguous_format)
         # A meta shard is not moved to the CPU: `to_empty` allocates it later, on the device that
         # its caller names.
@@ -578,7 +578,7 @@ def _placements_on_data_axes(
     return placements
 
 
-def _narrowed(local: Tensor, source: Spec, target: Spec) -> Tensor:
+def _narrow_to_shard(local: Tensor, source: Spec, target: Spec) -> Tensor:
     """Return this rank's shard of a tensor that is replicated over the data axes, as a view."""
     if target.coordinate is None:
         return local.new_empty(target.local_shape)

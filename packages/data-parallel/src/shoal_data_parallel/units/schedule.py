@@ -33,7 +33,7 @@ class CommContext:
         """Return the state for a copy of the modules, in which nothing is in flight."""
         return {"pending": []}
 
-    def take(self) -> list[GroupReduction]:
+    def take_pending(self) -> list[GroupReduction]:
         """Return all reductions, in the order in which they began, and forget them."""
         taken = self.pending
         self.pending = []

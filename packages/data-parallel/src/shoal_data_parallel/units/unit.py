@@ -267,7 +267,7 @@ class Unit(Group):
                 found.setdefault(id(param), (param, []))[1].append((owner, key))
         return list(found.values())
 
-    def take(self) -> None:
+    def take_parameters(self) -> None:
         """Shard the parameters that the modules hold now."""
         owned = self.owned_parameters()
         parameters = []
@@ -287,7 +287,7 @@ class Unit(Group):
         register_owner(self)
         watch(self.axes.mesh)
 
-    def give_back(self) -> None:
+    def restore_parameters(self) -> None:
         """Have the modules hold the parameters as they were before data axes sharded them."""
         self.reshard()
         make_whole(self.parameters)

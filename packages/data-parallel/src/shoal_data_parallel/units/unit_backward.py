@@ -238,7 +238,7 @@ class UnitBackward:
         ready: list[GroupReduction] = []
         for schedule in dict.fromkeys(unit.schedule for unit in self._units):
             if not schedule.defers_delivery and not captures:
-                ready += schedule.context.take()
+                ready += schedule.context.take_pending()
         for reduction in self._reductions:
             schedule = cast(Unit, reduction.group).schedule
             # its sums over the shards go back to the group, for the group's next reduction
@@ -253,7 +253,7 @@ class UnitBackward:
     def fail(self) -> None:
         """Return kept gradients to their groups, and leave all units sharded."""
         for reduction in reversed(self._reductions):
-            reduction.give_back()
+            reduction.return_kept()
         self._close()
 
     def _close(self) -> None:

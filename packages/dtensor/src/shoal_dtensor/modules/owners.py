@@ -117,9 +117,9 @@ class Owner(Protocol):
     # Return the parameters that its modules hold now.
     def held_parameters(self) -> Iterable[Tensor]: ...
     # Replace shards over the data axes by whole parameters in its modules.
-    def give_back(self) -> None: ...
+    def restore_parameters(self) -> None: ...
     # Manage, and perhaps shard, the parameters that its modules hold now.
-    def take(self) -> None: ...
+    def take_parameters(self) -> None: ...
 
 
 _OWNERS: WeakSet[Owner] = WeakSet()
@@ -188,8 +188,8 @@ def whole_parameters(owners: Sequence[Owner]) -> Iterator[None]:
     """Restore whole parameters on data axes to modules inside the block."""
     with ExitStack() as restorers:
         for owner in owners:
-            owner.give_back()
-            restorers.callback(owner.take)
+            owner.restore_parameters()
+            restorers.callback(owner.take_parameters)
         yield
 
 
