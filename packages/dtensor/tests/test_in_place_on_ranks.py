@@ -24,7 +24,7 @@ from shoal_dtensor import (
 )
 from shoal_dtensor.dispatch.results import check_outs
 from shoal_dtensor.errors import CommunicationForbiddenError, InPlaceError
-from shoal_dtensor.tensor.autograd import redistributed
+from shoal_dtensor.tensor.autograd import move_to
 from shoal_mesh import CommDebugMode, DeviceMesh, abstract_mesh, init_device_mesh
 from shoal_mesh.testing import on_ranks
 
@@ -59,7 +59,7 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
 def laid(whole: torch.Tensor, mesh: DeviceMesh, placements: list[Placement]) -> Any:
     """A DTensor of some values, partial ones among the placements."""
     spread = distribute_tensor(whole, mesh, [R] * mesh.ndim)
-    return redistributed(DTensor, spread, spread._spec.with_(placements=placements))
+    return move_to(DTensor, spread, spread._spec.with_(placements=placements))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

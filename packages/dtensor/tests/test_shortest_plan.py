@@ -83,7 +83,9 @@ def chunked(space: Space, dim: ShardedDim, axes: Sequence[int]) -> ShardedDim:
 def hops(space: Space, here: State) -> Iterator[list[Edge]]:
     """All hops from a state, as the search knows them but without leaving any out."""
     rest = here.to_reduce, here.to_make_partial, here.to_rescale
-    for dims in arrangements(space, space.whole, axes_of(space.moving(here) & ~here.to_reduce)):
+    for dims in arrangements(
+        space, space.whole, axes_of(space.movable_axes(here) & ~here.to_reduce)
+    ):
         yield reshard(space, here, space.state(dims, *rest))
     yield convert_partials(space, here)
     if here.partials_done and not here.to_reduce:

@@ -70,10 +70,10 @@ def test_slices_through_a_rank_cross_in_it(shape: tuple[int, ...], data: st.Data
     at = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
     cut = data.draw(st.integers(0, len(axes) - 1))
     parts = [grid.select(part, at) for part in (axes[:cut], axes[cut:]) if part]
-    assert grid.crossed(parts) == grid.select(axes, at)
+    assert grid.cross_parts(parts) == grid.select(axes, at)
     assert grid.is_crossed_by_axes(grid.select(axes, at))
     if len(parts[0].ranks) > 1:
-        assert grid.crossed([*parts, parts[0]]) is None
+        assert grid.cross_parts([*parts, parts[0]]) is None
 
 
 @given(shapes, st.data())
@@ -90,13 +90,13 @@ def test_parts_of_part_of_an_axis() -> None:
     grid = Layout.dense((12,))
     by_six, by_four = (grid.unflatten(0, sizes) for sizes in ((2, 6), (3, 4)))
     assert grid.parallel(by_four.select((1,), (1, 0)), 9).ranks == range(8, 12)
-    assert grid.crossed([by_six.select((0,), (0, 0)), by_four.select((1,), (0, 0))]) == Layout(
+    assert grid.cross_parts([by_six.select((0,), (0, 0)), by_four.select((1,), (0, 0))]) == Layout(
         (2, 4), (0, 1, 2, 3, 6, 7, 8, 9)
     )
     # 8 + 6 is not a rank
-    assert grid.crossed([by_six.select((0,), (0, 0)), by_four.select((0,), (0, 0))]) is None
+    assert grid.cross_parts([by_six.select((0,), (0, 0)), by_four.select((0,), (0, 0))]) is None
     # none in common
-    assert grid.crossed([by_six.select((1,), (0, 0)), by_six.select((1,), (1, 0))]) is None
+    assert grid.cross_parts([by_six.select((1,), (0, 0)), by_six.select((1,), (1, 0))]) is None
 
 
 def test_unflatten_that_no_steps_say() -> None:

@@ -14,7 +14,7 @@ from shoal_mesh.errors import MeshTypeError
 from shoal_mesh.groups.world import require_world
 from shoal_mesh.mesh import rank_order
 from shoal_mesh.mesh.create import measured_order
-from shoal_mesh.mesh.rank_order import RankOrder, order_by_costs, smoothed
+from shoal_mesh.mesh.rank_order import RankOrder, order_by_costs, smooth_costs
 from shoal_mesh.testing import on_ranks
 
 NEAR, FAR, OTHER_SWITCH = 1e-4, 1e-3, 1e-2
@@ -93,7 +93,7 @@ def test_everyone_meets_everyone_once() -> None:
 
 def test_what_differs_inside_of_a_host_is_kept() -> None:
     costs = [[0, 1.0, 5.0], [1.0, 0, 5.0], [5.0, 5.0, 0]]
-    assert smoothed(costs, ["a"] * 3) == costs
+    assert smooth_costs(costs, ["a"] * 3) == costs
 
 
 @on_ranks(4)

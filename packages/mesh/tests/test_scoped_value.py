@@ -106,7 +106,7 @@ def test_each_block_takes_back_its_own_change() -> None:
     for block in (tens, ones, hundreds):
         block.__exit__(None, None, None)
         seen.append(VALUE.get())
-    assert seen == [111, 101, 100, 0] and VALUE.own() == 0
+    assert seen == [111, 101, 100, 0] and VALUE.context_value() == 0
 
 
 def test_a_task_keeps_the_value_with_which_it_was_started() -> None:

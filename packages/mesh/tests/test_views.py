@@ -1,6 +1,6 @@
 """Every collective takes any view, and reads its values.
 
-Covers: calls.py (`materialized`), on real gloo ranks.
+Covers: calls.py (`materialize`), on real gloo ranks.
 """
 
 from __future__ import annotations

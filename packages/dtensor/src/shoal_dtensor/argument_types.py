@@ -107,7 +107,7 @@ def check_types(**kinds: Kinds) -> Callable[[Function], Function]:
         shoal_dtensor.errors.StyleTypeError: twice: count is an int, got str '2'
     """
 
-    def checked(function: Function) -> Function:
+    def add_checks(function: Function) -> Function:
         names = list(inspect.signature(function).parameters)
         known = frozenset(names)
         where = function.__name__
@@ -125,7 +125,7 @@ def check_types(**kinds: Kinds) -> Callable[[Function], Function]:
 
         return cast(Function, call)
 
-    return checked
+    return add_checks
 
 
 def _item_kinds(kinds: Kinds) -> tuple[type, ...]:

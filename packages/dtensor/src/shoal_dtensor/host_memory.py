@@ -77,12 +77,12 @@ def download(tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
             arriving[i] = part
     event = arrival_on(tensors[0].device)
 
-    def arrived() -> list[Tensor]:
+    def wait_for_copies() -> list[Tensor]:
         if event is not None:
             event.synchronize()
         return arriving
 
-    return arrived
+    return wait_for_copies
 
 
 def arrival_on(device: torch.device) -> torch.Event | None:

@@ -77,7 +77,7 @@ entered: Callable[[Scope], AbstractContextManager[None]] = _current.entered
 # a block that changes the scope by a function; it may end after the block around it
 changed_by: Callable[[Callable[[Scope], Scope]], AbstractContextManager[None]] = _current.change
 # for dispatch, because it needs no Python call
-context_scope: Callable[[], Scope] = _current.own
+context_scope: Callable[[], Scope] = _current.context_value
 open_blocks: list[None] = _current.blocks
 
 

@@ -166,12 +166,12 @@ def kept_in_order(collective: Any, directly: str) -> None:
             super().__init__(*args, **kwargs)
             self.python_kernel_name = directly
 
-    def lowered(*arguments: Any) -> Any:
+    def create_call(*arguments: Any) -> Any:
         result = DirectCall.create_out_of_place(collective, *arguments)
         return ir.TensorBox.create(result)
 
     inductor.add_layout_constraint(collective, inductor.constrain_to_fx_strides)
-    inductor.register_lowering(collective)(lowered)
+    inductor.register_lowering(collective)(create_call)
 
 
 Class = TypeVar("Class", bound=type)

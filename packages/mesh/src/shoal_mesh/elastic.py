@@ -216,7 +216,7 @@ class ElasticWorld:
         self._store.set(f"left/{self._member['id']}", "1")
         next_round = self.round + 1
         for member in members:
-            while not self._is_gone(member) and member not in self._registered(next_round):
+            while not self._is_gone(member) and member not in self._registered_members(next_round):
                 time.sleep(_POLL)
 
     def _next_members(self, wait: float) -> list[Member]:
@@ -243,7 +243,7 @@ class ElasticWorld:
         last = self.members(self.round - 1) if self.round else []
         rank_of_id = {member["id"]: rank for rank, member in enumerate(last)}
         while not self._store.check([key]):
-            arrived = self._registered(self.round)
+            arrived = self._registered_members(self.round)
             now = time.monotonic()
             if now > deadline:
                 raise PeerError(
@@ -257,7 +257,7 @@ class ElasticWorld:
             time.sleep(_POLL)
         return self.members()
 
-    def _registered(self, number: int) -> list[Member]:
+    def _registered_members(self, number: int) -> list[Member]:
         """Return the members that have registered for a round and are still there."""
         count = self._store.add(f"{number}/registered", 0)
         members = []

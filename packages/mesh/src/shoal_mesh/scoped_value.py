@@ -69,8 +69,8 @@ class ScopedValue(Generic[T]):
         "_open",
         "_variable",
         "blocks",
+        "context_value",
         "default",
-        "own",
     )
 
     def __init__(self, name: str, default: T, *, in_backward: bool = True) -> None:
@@ -83,7 +83,7 @@ class ScopedValue(Generic[T]):
         self._open: ContextVar[tuple[OpenBlock[T], ...]] = ContextVar(f"{name}_open", default=())
         # Reads the context variable, without a call in Python. On autograd's threads it returns
         # `default`.
-        self.own: Callable[[], T] = self._variable.get
+        self.context_value: Callable[[], T] = self._variable.get
         # One entry for each open block of any thread. The entries of `set`, and of blocks that end
         # in another context, stay. While the list is empty, all contexts have `default`.
         self.blocks: list[None] = []
@@ -93,7 +93,7 @@ class ScopedValue(Generic[T]):
 
     def get(self) -> T:
         """Return the current value."""
-        value = self.own()
+        value = self.context_value()
         if not self.blocks:
             return value
         if self._closed:
@@ -193,7 +193,7 @@ class ScopedValue(Generic[T]):
         if not closed:
             return value
         self._drop(closed)
-        return self.own()
+        return self.context_value()
 
     def _put(self, value: T) -> None:
         self._variable.set(value)

@@ -148,10 +148,10 @@ def load(
             for local, new in pairs:
                 local.copy_(new)
 
-    def loaded(name: str, value: Any) -> Any:
+    def loaded_value(name: str, value: Any) -> Any:
         return value if isinstance(value, torch.Tensor) else staged[name]
 
-    return _map_leaves(state_dict, loaded)
+    return _map_leaves(state_dict, loaded_value)
 
 
 def _read(

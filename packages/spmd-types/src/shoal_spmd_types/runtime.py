@@ -541,7 +541,7 @@ def reinterpret_mesh(tensor: torch.Tensor, type: Any, *, inplace: bool = False) 
         axes = [*wanted.by_axis]
     else:
         axes = [*spmd.read_mesh(type).axes]
-    found = spmd.reinterpreted(present, axes)
+    found = spmd.translate_type(present, axes)
     is_other = found is not None and wanted is not None and found.local != wanted.local
     if found is None or is_other:
         name = "type" if wanted is None else f"type {wanted}"
@@ -615,7 +615,7 @@ def local_map(*, in_types: Any = Infer, out_types: Any) -> Callable[[F], F]:
 
     def decorate(function: F) -> F:
         @functools.wraps(function)
-        def mapped(*args: Any, **kwargs: Any) -> Any:
+        def call_locally(*args: Any, **kwargs: Any) -> Any:
             if not spmd.is_type_checking():
                 return function(*args, **kwargs)
             name = function.__qualname__
@@ -626,7 +626,7 @@ def local_map(*, in_types: Any = Infer, out_types: Any) -> Callable[[F], F]:
             _assert_leaves(f"{name}: out_types", outputs, out_types)
             return outputs
 
-        return mapped  # type: ignore[return-value]  # has the signature of the function
+        return call_locally  # type: ignore[return-value]  # has the signature of the function
 
     return decorate
 
@@ -744,18 +744,18 @@ def no_typecheck(fn: Any = None, /, **kwargs: Any) -> Any:
         return _NoTypecheck()
 
     @functools.wraps(fn)
-    def unchecked(*args: Any, **kwargs: Any) -> Any:
+    def call_unchecked(*args: Any, **kwargs: Any) -> Any:
         with spmd.paused():
             return fn(*args, **kwargs)
 
-    return unchecked
+    return call_unchecked
 
 
 def _typed_boundary(function: F, *, out_types: Any, in_types: Any = Infer) -> F:
     """Return a function that runs unchecked, between checks of its arguments and results."""
 
     @functools.wraps(function)
-    def unchecked(*args: Any, **kwargs: Any) -> Any:
+    def call_unchecked(*args: Any, **kwargs: Any) -> Any:
         if not spmd.is_type_checking():
             return function(*args, **kwargs)
         name = function.__qualname__
@@ -766,7 +766,7 @@ def _typed_boundary(function: F, *, out_types: Any, in_types: Any = Infer) -> F:
         _assert_leaves(f"{name}: out_types", outputs, out_types)
         return outputs
 
-    return unchecked  # type: ignore[return-value]  # has the signature of the function
+    return call_unchecked  # type: ignore[return-value]  # has the signature of the function
 
 
 def register_no_typecheck(fn: F) -> F:

@@ -78,10 +78,10 @@ class Scalar:
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        def replaced(value: Any) -> Any:
+        def operand_of(value: Any) -> Any:
             return value.operand() if isinstance(value, Scalar) else value
 
-        args, named = pytree.tree_map(replaced, (args, dict(kwargs or {})))
+        args, named = pytree.tree_map(operand_of, (args, dict(kwargs or {})))
         return func(*args, **named)
 
     def __repr__(self) -> str:

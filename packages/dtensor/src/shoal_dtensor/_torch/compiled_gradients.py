@@ -99,11 +99,11 @@ def _backward_of_all(original: Any, node: Any, *gradients: Any) -> Any:
     found = gradients[0] if is_list else [*gradients]
     for index, gradient in enumerate(found):
         if gradient is None:
-            found[index] = _missing(node._input_metadata[index])
+            found[index] = _marked_zeros(node._input_metadata[index])
     return original(node, found) if is_list else original(node, *found)
 
 
-def _missing(output: Any) -> torch.Tensor:
+def _marked_zeros(output: Any) -> torch.Tensor:
     """Return marked zeros like an output, which take the memory of one element."""
     zeros = torch.zeros((), dtype=output.dtype, device=output.device).expand(output.shape)
     setattr(zeros, _IS_MISSING, True)

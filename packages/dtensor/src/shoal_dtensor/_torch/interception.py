@@ -165,11 +165,11 @@ class _AfterImport(NamedTuple):
         spec: Any = find_spec(name)
         execute = spec.loader.exec_module
 
-        def executed(module: Any) -> None:
+        def execute_and_patch(module: Any) -> None:
             execute(module)
             self.function(module)
 
-        spec.loader.exec_module = executed  # of this loader, made for this import
+        spec.loader.exec_module = execute_and_patch  # of this loader, made for this import
         return spec
 
 
@@ -194,7 +194,7 @@ def guard_memory_exports(cls: type[torch.Tensor], refuse: Callable[[Any], Any]) 
     refusing: dict[int, Callable[..., Any]] = {}
     for owner, name in places:
         function = getattr(owner, name)
-        refusing[id(function)] = _refusing(function, cls, refuse)
+        refusing[id(function)] = _with_refusal(function, cls, refuse)
         setattr(owner, name, refusing[id(function)])
     _replace_in_modules(refusing)
 
@@ -211,7 +211,7 @@ def _replace_in_modules(replacements: Mapping[int, Callable[..., Any]]) -> None:
             setattr(module, name, replacements[id(names[name])])
 
 
-def _refusing(
+def _with_refusal(
     function: Callable[..., Any], cls: type[torch.Tensor], refuse: Callable[[Any], Any]
 ) -> Callable[..., Any]:
     """Return `function`, preceded by calls of `refuse` for each tensor of `cls` in its argument."""
@@ -287,7 +287,7 @@ def around_staging(copy: Callable[..., Any], apply: Callable[..., Any]) -> None:
 # --- modes for torch functions --------------------------------------------------------------------
 
 
-def _unobserved(source: Any) -> Callable[..., Any]:
+def _copy_without_modes(source: Any) -> Callable[..., Any]:
     """Return a copy of a torch function that no mode observes, though modes observe its callees."""
     # The copy does not look for modes or tensor classes that handle the function.
     checks = dict.fromkeys(("has_torch_function", "has_torch_function_unary"), lambda _: False)
@@ -303,7 +303,8 @@ def _unobserved(source: Any) -> Callable[..., Any]:
 
 
 _BACKWARD = {
-    f: _unobserved(f) for f in (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+    f: _copy_without_modes(f)
+    for f in (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 }
 
 

@@ -572,7 +572,7 @@ def linspace(start: Number, end: Number, steps: int, **keywords: Unpack[Keywords
         tensor([0.0000, 0.2500])
     """
     ends = _number("linspace", "start", start), _number("linspace", "end", end)
-    return _spaced(keywords, partial(torch.linspace, *ends, steps))
+    return _from_computed_values(keywords, partial(torch.linspace, *ends, steps))
 
 
 @_factory
@@ -608,7 +608,7 @@ def logspace(
         tensor([ 1., 10.])
     """
     ends = _number("logspace", "start", start), _number("logspace", "end", end)
-    return _spaced(keywords, partial(torch.logspace, *ends, steps, base))
+    return _from_computed_values(keywords, partial(torch.logspace, *ends, steps, base))
 
 
 def _number(function: str, name: str, value: Number) -> Any:
@@ -623,7 +623,7 @@ def _number(function: str, name: str, value: Number) -> Any:
     return value.item() if isinstance(value, torch.Tensor) else value
 
 
-def _spaced(keywords: Keywords, compute: Callable[..., torch.Tensor]) -> DTensor:
+def _from_computed_values(keywords: Keywords, compute: Callable[..., torch.Tensor]) -> DTensor:
     """Return the DTensor of values that every rank computes, in the dtype that torch chooses."""
     dtype = keywords.get("dtype")
     values = compute(dtype=dtype, device="meta")

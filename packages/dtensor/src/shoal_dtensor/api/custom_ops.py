@@ -110,7 +110,7 @@ def local_map(  # noqa: PLR0913  # torch's arguments, and whether to compare
         check_mesh("local_map", device_mesh)
 
     @functools.wraps(func)
-    def mapped(*args: Any, **kwargs: Any) -> Any:
+    def run_on_shards(*args: Any, **kwargs: Any) -> Any:
         flat, structure = pytree.tree_flatten(args)
         kinds = [isinstance(item, DTensor) for item in flat if isinstance(item, torch.Tensor)]
         if kinds and not any(kinds):
@@ -138,8 +138,8 @@ def local_map(  # noqa: PLR0913  # torch's arguments, and whether to compare
         return _outputs(result, out_placements, mesh, about)
 
     if not is_tracing():
-        never_compiled(mapped)
-    return mapped
+        never_compiled(run_on_shards)
+    return run_on_shards
 
 
 def _local_inputs(

@@ -201,7 +201,7 @@ def set_optimizer_state_dict(
     api, options = _read(options)
     optimizers = optimizers_of(model, optimizers)
     get = partial(api.get_optimizer_state_dict, model, optimizers)
-    _load_states(lambda given: get(options=given), optimizers, optim_state_dict, options)
+    _load_states(lambda options: get(options=options), optimizers, optim_state_dict, options)
 
 
 @suggests_keywords()

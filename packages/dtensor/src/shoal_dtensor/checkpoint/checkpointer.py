@@ -380,16 +380,16 @@ def _copy_to_host(state: Any) -> Any:
     """
     devices: set[torch.device] = set()
 
-    def copied(tensor: Tensor) -> Tensor:
+    def copy_tensor(tensor: Tensor) -> Tensor:
         if isinstance(tensor, DTensor):
-            return DTensor(copied(tensor._local_tensor.detach()), tensor.spec)
+            return DTensor(copy_tensor(tensor._local_tensor.detach()), tensor.spec)
         if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
             return tensor.detach().clone()
         devices.add(tensor.device)
         return start_copy(tensor.detach())
 
     tensors = [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)]
-    staged = copy.deepcopy(state, {id(tensor): copied(tensor) for tensor in tensors})
+    staged = copy.deepcopy(state, {id(tensor): copy_tensor(tensor) for tensor in tensors})
     for arrival in filter(None, map(arrival_on, devices)):
         arrival.synchronize()
     return staged

@@ -40,7 +40,9 @@ def readers_of(op: OpOverload, cls: Any, *, by_value: bool) -> Readers:
     # A collective has one decision for all arguments. Its process groups are new objects in every
     # call, so they must not be part of a key.
     if is_collective(op):
-        return dict.fromkeys([argument.name for argument in signature_of(op).arguments], _unkeyed)
+        return dict.fromkeys(
+            [argument.name for argument in signature_of(op).arguments], _value_without_key
+        )
     anything = _reader_of_anything(op, cls, by_value=by_value)
     tensors = _reader_of_tensors(cls, anything)
 
@@ -78,7 +80,7 @@ def read_keywords(
     return local
 
 
-def _unkeyed(arg: Any, key: list[Any], types: Any) -> Any:
+def _value_without_key(arg: Any, key: list[Any], types: Any) -> Any:
     return arg
 
 

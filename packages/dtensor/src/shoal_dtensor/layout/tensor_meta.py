@@ -160,7 +160,7 @@ def constant(spec: Any) -> Any:
     return spec.with_(shape=shape, stride=tuple(map(int, spec.stride)))
 
 
-def remembered(count: int) -> Callable[[Function], Function]:
+def cache_last(count: int) -> Callable[[Function], Function]:
     """Decorate a function of a `Spec` or `Plan` to cache its last `count` results.
 
     A result for symbolic sizes is not cached, because symbols would keep their compiler alive.

@@ -25,7 +25,7 @@ from ..errors import ArgumentTypeError, ArgumentValueError, MixedTensorError
 from ..host_memory import device_of_numbers, upload
 from ..layout.spec import Spec
 from ..redistribute.shards_in_flight import coalesce
-from ..tensor.autograd import gradient_spec, redistributed
+from ..tensor.autograd import gradient_spec, move_to
 from ..tensor.dtensor import DTensor
 from .norm_scope import NormScope, scope_of
 
@@ -143,7 +143,7 @@ def _reduce_gradients(owners: Sequence[Tensor]) -> None:
         for owner in owners:
             grad = owner.grad
             if isinstance(grad, DTensor) and grad._spec.partials:
-                owner.grad = redistributed(DTensor, grad, gradient_spec(grad._spec))
+                owner.grad = move_to(DTensor, grad, gradient_spec(grad._spec))
 
 
 @whole_when_compiled

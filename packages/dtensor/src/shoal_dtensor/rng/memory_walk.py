@@ -15,7 +15,7 @@ from torch import Tensor
 from ..layout.boxes import Box, intersect, shape_of, slices_of, volume, whole_box
 from ..layout.memory_order import is_contiguous, walking_order
 from ..layout.spec import Spec
-from ..layout.tensor_meta import remembered
+from ..layout.tensor_meta import cache_last
 
 
 class MemoryWalk(NamedTuple):
@@ -49,7 +49,7 @@ class MemoryWalk(NamedTuple):
             last = last * n + stop - 1
         return first, last + 1
 
-    def arranged(self, local: Tensor) -> Tensor:
+    def in_walking_order(self, local: Tensor) -> Tensor:
         """Return a view of the rank's local tensor with its dims in walking order."""
         return local.permute(self.order) if self.has(local) else local
 
@@ -60,7 +60,7 @@ class MemoryWalk(NamedTuple):
     def positions_of_dims(self) -> list[int]:
         """Return the position of each tensor dim in walking order.
 
-        Permuting by these positions reverts the permutation of `arranged`.
+        Permuting by these positions reverts the permutation of `in_walking_order`.
         """
         # Example: [2, 0, 1] for the order (1, 2, 0).
         return sorted(range(len(self.order)), key=lambda position: self.order[position])
@@ -72,7 +72,7 @@ class MemoryWalk(NamedTuple):
         return stretches(self.shape, self.box, start, stop, flat=flat, held=held)
 
 
-@remembered(1024)
+@cache_last(1024)
 def memory_walk_of(spec: Spec) -> MemoryWalk:
     """Return the memory order of the tensor of `spec`, with this rank's box.
 

@@ -114,7 +114,7 @@ def fill_stream(
     """
     # The dims of the box, and of its probabilities in `operand`, are in the tensor's own order.
     has_all = walk.has(local) and walk.box == whole_box(walk.shape)
-    in_order = has_all and walk.arranged(local).is_contiguous()
+    in_order = has_all and walk.in_walking_order(local).is_contiguous()
     # If the box is the whole tensor, the plain operator fills it.
     if in_order and local.is_contiguous() == walk.contiguous:
         fill(local, generator, operand)
@@ -139,7 +139,7 @@ def fill_whole(
     box = tuple([slice(start, stop) for start, stop in walk.box])
     odds = None if operand is None else torch.full_like(whole, 0.5, dtype=operand.dtype)
     if odds is not None and operand is not None and walk.has(operand):
-        odds[box].copy_(walk.arranged(operand))
+        odds[box].copy_(walk.in_walking_order(operand))
     # Kernels of CPU and CUDA walk in memory order for any order of dims.
     if is_on_cpu or local.device.type == "cuda":
         fill(whole, generator, odds)
@@ -148,7 +148,7 @@ def fill_whole(
         odds_in_order = None if odds is None else odds.permute(dims)
         fill(whole.permute(dims), generator, odds_in_order)
     if walk.has(local):
-        walk.arranged(local).copy_(whole[box])
+        walk.in_walking_order(local).copy_(whole[box])
 
 
 def _scratch(shape: tuple[int, ...], like: Tensor, contiguous: bool) -> Tensor:
@@ -195,7 +195,7 @@ def fill_cpu(
         return
     scratch = _scratch((CHUNK + law.unit,), local, walk.contiguous)
     odds = None if operand is None else torch.full_like(scratch, 0.5, dtype=operand.dtype)
-    target = walk.arranged(local)
+    target = walk.in_walking_order(local)
     first, last = walk.span
     drawn = 0
     start = 0
@@ -213,7 +213,7 @@ def fill_cpu(
             chunk_odds = None
             if odds is not None and operand is not None:
                 chunk_odds = odds[: stop - start]
-                own_odds = walk.arranged(operand)
+                own_odds = walk.in_walking_order(operand)
                 for part, held in walk.stretches(start, stop, flat=odds, held=own_odds):
                     part.copy_(held)
             fill(values, generator, chunk_odds)
@@ -246,7 +246,7 @@ def law_of(
 
     def draw_divided(*ends: int) -> tuple[Tensor, Tensor]:
         """Return the values and the end state of a draw that is divided at `ends`."""
-        generator = _primed()
+        generator = _generator_with_spare()
         like = torch.empty(0, dtype=dtype, device="cpu")
         values = _scratch((ends[-1],), like, contiguous)
         odds = None if operand is None else torch.full_like(values, 0.5, dtype=operand)
@@ -274,14 +274,14 @@ def _words_of_value(count: int, state_after: Tensor) -> int:
     Return 0 if no number of words does.
     """
     for words in (1, 2, 4):
-        generator = _primed()
+        generator = _generator_with_spare()
         skip_words(count * words, generator)
         if torch.equal(generator.get_state(), state_after):
             return words
     return 0
 
 
-def _primed() -> torch.Generator:
+def _generator_with_spare() -> torch.Generator:
     """Return a seeded generator that also holds the spare value of torch's scalar normal."""
     generator = torch.Generator().manual_seed(20)
     torch.empty(1, dtype=torch.float64, device="cpu").normal_(generator=generator)
@@ -321,7 +321,7 @@ def fill_cuda(
     if rounds is None or walk.numel <= rounds.size:
         fill_whole(local, walk, fill, generator, operand=operand)
         return
-    target = walk.arranged(local)
+    target = walk.in_walking_order(local)
     if generator is None:
         generator = torch.cuda.default_generators[local.device.index]
     start = generator.get_offset()

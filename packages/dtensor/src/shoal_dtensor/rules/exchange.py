@@ -268,14 +268,14 @@ class Windows(ShardingMap):
         last_output = stop - 1 + self.padding
         last = last_output // self.stride + 1 + self.beside
         # Example: for kernel 3, stride 2 and padding 1, the outputs 0:4 read the inputs 0:3.
-        return self.clipped((first, last))
+        return self.clip_to_input((first, last))
 
-    def clipped(self, inputs: Interval) -> Interval:
+    def clip_to_input(self, inputs: Interval) -> Interval:
         """Return the part of a range that is inside the input."""
         start = min(max(inputs[0], 0), self.length)
         return start, max(start, min(inputs[1], self.length))
 
-    def reached(self, inputs: Interval) -> Interval:
+    def reached_outputs(self, inputs: Interval) -> Interval:
         """Return the range of outputs that a range of inputs reaches, for a transposed operator."""
         first, last = inputs
         # Example: for stride 2, kernel 3 and padding 1, the inputs 0:3 reach the outputs from -1 to
@@ -367,7 +367,7 @@ def _needs_halo(windows: Windows) -> bool:
 
 def _reads_others(windows: Windows, sharding: DimSharding) -> bool:
     """Tell whether any shard reads inputs that the shard does not hold."""
-    reads = map(windows.clipped, _ranges_read(windows, sharding))
+    reads = map(windows.clip_to_input, _ranges_read(windows, sharding))
     pairs = zip(spans(sharding.sizes), reads, strict=True)
     for (first, last), (start, stop) in pairs:
         reaches_out = start < first or last < stop
@@ -418,7 +418,9 @@ class Halos:
             computed_stop = own_stop
             if windows_of_dim.transposed:
                 # Example: the inputs 0:3 reach the outputs -1:6.
-                computed_start, computed_stop = windows_of_dim.reached((input_start, input_stop))
+                computed_start, computed_stop = windows_of_dim.reached_outputs(
+                    (input_start, input_stop)
+                )
             self.exchanges[dim] = exchange
             # Example: (-1, -2) if -1:6 is computed and 0:4 is wanted.
             self._widths[dim] = (computed_start - own_start, own_stop - computed_stop)
@@ -429,7 +431,7 @@ class Halos:
     def __bool__(self) -> bool:
         return bool(self.exchanges)
 
-    def unpadded(self, call: OpCall, count: int) -> dict[str, list[int]]:
+    def remaining_paddings(self, call: OpCall, count: int) -> dict[str, list[int]]:
         """Return the paddings of `call` for its last `count` dims, 0 along the dims of these halos.
 
         The shard itself is padded along the dims of the halos.
@@ -458,11 +460,11 @@ class Halos:
             gradient = exchange.backwards(gradient)
         return gradient
 
-    def cropped(self, outputs: Tensor) -> Tensor:
+    def crop_outputs(self, outputs: Tensor) -> Tensor:
         """Return this rank's outputs, given the operator's outputs for the result of `fetch`."""
         return _pad(outputs, self._widths)
 
-    def uncropped(self, gradient: Tensor) -> Tensor:
+    def pad_gradient(self, gradient: Tensor) -> Tensor:
         """Return the gradient of the operator's outputs for the result of `fetch`.
 
         `gradient` is the gradient of this rank's outputs.

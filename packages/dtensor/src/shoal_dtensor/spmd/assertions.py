@@ -125,7 +125,7 @@ def on_current_mesh(tensor: Any, call: str) -> TensorType:
     others = [axis for axis in present.by_axis if axis not in mesh.axes]
     if not missing:
         return present
-    translated = reinterpreted(present, mesh.axes) if others else None
+    translated = translate_type(present, mesh.axes) if others else None
     if translated is None:
         raise SpmdTypeError(
             f"{call}: the operand's type {present!r} lacks the axes {describe_axes(missing)} of "
@@ -135,7 +135,7 @@ def on_current_mesh(tensor: Any, call: str) -> TensorType:
     return translated
 
 
-def reinterpreted(present: TensorType, axes: Iterable[MeshAxis]) -> TensorType | None:
+def translate_type(present: TensorType, axes: Iterable[MeshAxis]) -> TensorType | None:
     """Return a type in terms of other axes over the same ranks; None if it cannot be translated.
 
     Args:

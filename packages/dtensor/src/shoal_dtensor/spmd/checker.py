@@ -130,7 +130,7 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
         inferred = self._infer(func, args, kwargs, outputs)
         for output, tensor_type in zip(outputs, inferred, strict=True):
             _give_type(output, tensor_type, before)
-        if TRACES.own():
+        if TRACES.context_value():
             operands = [type_of(tensor) for tensor in tensors]
             TRACE_LOG.info("%s: %s%s -> %s", user_line(), func, operands, inferred)
         return result
@@ -159,7 +159,7 @@ class Checker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
         is_varying = varying_axes()
         varying = frozenset([axis for axis in axes if is_varying(axis)])
         metas = tuple([local_meta(output) for output in outputs])
-        leading = LEADING.own()
+        leading = LEADING.context_value()
         key = (func, _hashable(described), _hashable(named), varying, axes, metas, leading)
         found = self._results.get(key)
         if found is None:
@@ -391,7 +391,7 @@ def typecheck(strict_mode: str | None = None, *, local: bool | None = None) -> I
         raise SpmdTypeError(
             f"typecheck: strict_mode must be 'strict' or 'permissive', got {strict_mode!r}"
         )
-    present = CHECKER.own()
+    present = CHECKER.context_value()
     if present is not None:
         strict = present.strict if strict_mode is None else strict_mode == "strict"
         with settings(strict, present.is_local if local is None else local):
@@ -412,7 +412,7 @@ def typecheck(strict_mode: str | None = None, *, local: bool | None = None) -> I
 @contextmanager
 def settings(strict: bool, is_local: bool) -> Iterator[None]:
     """Change the settings of the active checker inside a block."""
-    checker = CHECKER.own()
+    checker = CHECKER.context_value()
     if checker is None:
         yield
         return
@@ -432,6 +432,6 @@ def local() -> Iterator[None]:
 
     Nothing happens if no checker is active.
     """
-    checker = CHECKER.own()
+    checker = CHECKER.context_value()
     with settings(checker.strict if checker is not None else True, True):
         yield

@@ -40,15 +40,15 @@ _UNCHECKED_CODE: set[CodeType] = set()
 
 def active_checker() -> CheckerSettings | None:
     """Return the checker that checks the next operator; None if it is not checked."""
-    checker = CHECKER.own()
-    if checker is None or _IS_PAUSED.own() or in_backward():
+    checker = CHECKER.context_value()
+    if checker is None or _IS_PAUSED.context_value() or in_backward():
         return None
     return None if _UNCHECKED_CODE and _runs_unchecked_code() else checker
 
 
 def is_active() -> bool:
     """Tell whether this thread is in a block that checks types, also where it is paused."""
-    return CHECKER.own() is not None
+    return CHECKER.context_value() is not None
 
 
 def is_type_checking() -> bool:
@@ -64,7 +64,7 @@ def is_strict() -> bool:
 
 def varying_axes() -> Callable[[MeshAxis], bool]:
     """Return a function that tells whether an axis is local now: S(i) counts as V there."""
-    checker = CHECKER.own()
+    checker = CHECKER.context_value()
     if checker is None or checker.is_local:
         return lambda axis: True
     mesh = MESH.get()

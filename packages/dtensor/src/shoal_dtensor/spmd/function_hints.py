@@ -63,7 +63,7 @@ class FunctionHints(FunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in _ON_BATCHES and active_checker() is not None:
-            with LEADING.entered(_leading(name, args, kwargs)):
+            with LEADING.entered(_axes_of_leading_dims(name, args, kwargs)):
                 return func(*args, **kwargs)
         if name in _RESHAPES and active_checker() is not None:
             with _WILDCARD.entered(_wildcard(name, args, kwargs)):
@@ -71,7 +71,9 @@ class FunctionHints(FunctionMode):
         return func(*args, **kwargs)
 
 
-def _leading(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Leading | None:
+def _axes_of_leading_dims(
+    name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Leading | None:
     """Return the axes that shard the leading dims of the operand of a function on batches."""
     operand = max(tensors_in((args, kwargs)), key=lambda tensor: tensor.ndim)
     present = type_of(operand)
@@ -115,7 +117,7 @@ def with_wildcard(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
         func: the operator.
         args: its positional arguments.
     """
-    wildcard = _WILDCARD.own()
+    wildcard = _WILDCARD.context_value()
     if wildcard is None or signature_of(func).name.removeprefix("aten::") not in _VIEWS:
         return args
     sizes = args[1]

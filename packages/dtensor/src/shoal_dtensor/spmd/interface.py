@@ -9,7 +9,7 @@ from .assertions import (
     check_source,
     moved_type,
     on_current_mesh,
-    reinterpreted,
+    translate_type,
     type_on,
 )
 from .checker import Checker, local, typecheck

@@ -26,7 +26,7 @@ from ..dispatch.plain_tensors import check_recorded, verify_replicated
 from ..errors import PlacementError
 from ..layout.placements import Placement, Replicate
 from ..layout.spec import Spec
-from ..layout.tensor_meta import remembered
+from ..layout.tensor_meta import cache_last
 from ..redistribute.execution.execute import in_memory_order, run_cached
 from ..redistribute.plan import plan as find_plan
 from ..redistribute.shards_in_flight import CoalescedBatch, current_batch
@@ -37,7 +37,7 @@ from ..scopes import current, obey
 Dtypes = tuple[torch.dtype | None, torch.dtype | None]
 
 
-def redistributed(cls: Any, tensor: Any, target: Spec, *, async_op: bool = False) -> Any:
+def move_to(cls: Any, tensor: Any, target: Spec, *, async_op: bool = False) -> Any:
     """Return the values of `tensor` in the layout of `target`; not differentiable.
 
     `target` is a spec with the shape and dtype of the tensor.
@@ -70,23 +70,25 @@ def _receive(cls: Any, tensor: Any, plan: Plan, local: torch.Tensor, async_op: b
     check_recorded("redistribute", local)
     batch = current_batch()
     if batch is not None:
-        return queued(cls, batch, plan, local, source=tensor)
+        return queue_move(cls, batch, plan, local, source=tensor)
     if async_op:
         alone = CoalescedBatch()
-        result = queued(cls, alone, plan, local, source=tensor)
+        result = queue_move(cls, alone, plan, local, source=tensor)
         alone.start(copies=True)
         return result
     return wrap_local(cls, run_cached(plan, local, tensor, fresh=True), plan.dst, False)
 
 
-def queued(cls: Any, batch: CoalescedBatch, plan: Plan, local: torch.Tensor, source: Any) -> Any:
+def queue_move(
+    cls: Any, batch: CoalescedBatch, plan: Plan, local: torch.Tensor, source: Any
+) -> Any:
     """Return a DTensor of `source`, moved as planned, whose local tensor arrives with a batch."""
-    result = pending(cls, batch, plan.dst, local.device)
+    result = deferred_result(cls, batch, plan.dst, local.device)
     batch.add(plan, local, source, result)
     return result
 
 
-def pending(cls: Any, batch: CoalescedBatch, spec: Spec, device: torch.device) -> Any:
+def deferred_result(cls: Any, batch: CoalescedBatch, spec: Spec, device: torch.device) -> Any:
     """Return a DTensor whose local tensor a batch delivers; its first use waits for it."""
     result = make_wrapper(
         cls.pending, spec.shape, spec.stride, None, None, spec.dtype, torch.strided, device
@@ -101,7 +103,7 @@ def gradient_spec(spec: Spec) -> Spec:
     return _reduced_spec(spec) if spec.partials else spec
 
 
-@remembered(4096)
+@cache_last(4096)
 def _reduced_spec(spec: Spec) -> Spec:
     return spec.without_partials()
 
@@ -224,7 +226,7 @@ class ToLocal(Function):
         return spec.mesh.ranks_along(axes, spec.coordinate)
 
 
-_in_memory_order = remembered(1024)(in_memory_order)
+_in_memory_order = cache_last(1024)(in_memory_order)
 
 
 class Redistribute(Function):
@@ -266,7 +268,7 @@ def moved_gradient(cls: Any, grad: Any, target: Spec, dtypes: Dtypes = (None, No
     """
     if torch.is_grad_enabled() or dtypes[0] is not None:
         return apply(Redistribute, grad, cls, target, dtypes, False)
-    return redistributed(cls, grad, target)
+    return move_to(cls, grad, target)
 
 
 def check_differentiable(spec: Spec) -> None:

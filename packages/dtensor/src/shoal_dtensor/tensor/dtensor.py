@@ -42,9 +42,9 @@ from .autograd import (
     as_gradient,
     check_differentiable,
     gradient_spec,
-    redistributed,
+    move_to,
 )
-from .gradients import CheckedHook, install_gradient_hook, postponed
+from .gradients import CheckedHook, install_gradient_hook, postpone_use
 from .spec_arguments import global_spec, mesh_or_current, target_spec, with_a_dim, with_lists
 
 
@@ -257,7 +257,7 @@ class DTensor(torch.Tensor):
             self if forward_dtype is None or forward_dtype == self.dtype else self.to(forward_dtype)
         )
         target = target if forward_dtype is None else target.with_(dtype=forward_dtype)
-        result: DTensor = redistributed(DTensor, source, target, async_op=async_op)
+        result: DTensor = move_to(DTensor, source, target, async_op=async_op)
         return result
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -404,16 +404,16 @@ class DTensor(torch.Tensor):
         )
 
     @classmethod
-    def __metadata_guard__(cls, compiled: Any, given: Any) -> bool:
+    def __metadata_guard__(cls, compiled: Any, passed: Any) -> bool:
         """Tell whether a graph compiled for one flattened DTensor serves another.
 
         torch guards the sizes itself.
         """
         layout_of = attrgetter("mesh.identity", "placements", "shard_order", "dtype")
         compiled_spec, *compiled_facts = compiled
-        given_spec, *given_facts = given
-        has_same_layout = bool(layout_of(compiled_spec) == layout_of(given_spec))
-        return has_same_layout and compiled_facts == given_facts
+        passed_spec, *passed_facts = passed
+        has_same_layout = bool(layout_of(compiled_spec) == layout_of(passed_spec))
+        return has_same_layout and compiled_facts == passed_facts
 
     @staticmethod
     def __tensor_unflatten__(
@@ -435,7 +435,7 @@ class DTensor(torch.Tensor):
     ) -> DTensor:
         """Return this gradient in the layout that the compiled code expects."""
         target: Spec = context[0].with_(shape=self._spec.shape, stride=self._spec.stride)
-        return DTensor(redistributed(DTensor, self, target)._local_tensor, target)
+        return DTensor(move_to(DTensor, self, target)._local_tensor, target)
 
     # Methods that torch.distributed.checkpoint and torch.compile's cache call.
     __create_write_items__ = serialization.checkpoint_write_items
@@ -482,7 +482,7 @@ def run_on_pending(
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
     """Run an operator on tensors that are in flight, or postpone it until they arrive."""
-    waiting = None if kwargs else postponed(DTensor, op, args)
+    waiting = None if kwargs else postpone_use(DTensor, op, args)
     return dispatch(DTensor, op, types, args, kwargs=kwargs) if waiting is None else waiting
 
 

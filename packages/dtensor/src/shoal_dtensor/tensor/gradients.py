@@ -33,11 +33,11 @@ from ..scopes import obey
 from .autograd import (
     Redistribute,
     as_gradient,
+    deferred_result,
     gradient_spec,
     in_layout,
-    pending,
-    queued,
-    redistributed,
+    move_to,
+    queue_move,
 )
 
 Item = TypeVar("Item")
@@ -313,8 +313,8 @@ class GradientBatch(CoalescedBatch):
         that fills a message alone moves at once.
         """
         if not plan.collectives or plan.bytes_sent > BUCKET:
-            return redistributed(cls, grad, plan.dst)
-        result = queued(cls, self, plan, grad._local_tensor, source=grad)
+            return move_to(cls, grad, plan.dst)
+        result = queue_move(cls, self, plan, grad._local_tensor, source=grad)
         self.bytes += plan.bytes_sent
         # A plan counts the bytes of its busiest rank, so all ranks flush at the same time.
         if self.bytes >= BUCKET:
@@ -330,7 +330,7 @@ class GradientBatch(CoalescedBatch):
         """Do nothing: each gradient still gets its values at its first use."""
 
 
-def postponed(cls: Any, op: Any, args: Sequence[Any]) -> Any:
+def postpone_use(cls: Any, op: Any, args: Sequence[Any]) -> Any:
     """Postpone autograd's use of a gradient that is in flight; None for any other operator."""
     if (op is not _DETACH and op is not _ADD_) or type(args[-1]) is not cls.pending:
         return None
@@ -341,7 +341,7 @@ def postponed(cls: Any, op: Any, args: Sequence[Any]) -> Any:
     if at is None:
         return None
     if op is _DETACH:
-        result = pending(cls, batch, coming._spec, coming.device)
+        result = deferred_result(cls, batch, coming._spec, coming.device)
         batch.wait_for(at, result)
         return result
     if (

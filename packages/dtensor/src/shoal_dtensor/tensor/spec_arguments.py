@@ -28,7 +28,7 @@ from ..layout.memory_order import dense_stride, dims_by_stride, is_contiguous, m
 from ..layout.partition_spec import Placements, normalize_placements, read_placements
 from ..layout.placements import Partial, Placement, Replicate, Shard, StridedShard
 from ..layout.spec import Spec
-from ..layout.tensor_meta import remembered
+from ..layout.tensor_meta import cache_last
 from ..rows_of_ranks import rows_of_ranks
 from ..scopes import replicas_are_compared
 
@@ -77,7 +77,7 @@ def target_spec(
     return _target(source, placements, shard_order, other_mesh)
 
 
-@remembered(4096)
+@cache_last(4096)
 def _target(
     source: Spec,
     placements: tuple[Placement, ...],

@@ -331,7 +331,7 @@ def random_terms(
         return [*terms, undo(value, combined)]
     # Each element's value is on a random coordinate; the other coordinates have values that the
     # reduction discards.
-    other = _discarded(op, value, generator)
+    other = _discarded_values(op, value, generator)
     owner = torch.randint(0, n, value.shape, generator=generator, device="cpu")
     return [torch.where(owner == i, value, other) for i in range(n)]
 
@@ -354,7 +354,7 @@ def _terms_of_norm(
     return [torch.where(is_positive, share, other) for share, other in pairs]
 
 
-def _discarded(op: str, value: Tensor, generator: Generator | None) -> Tensor:
+def _discarded_values(op: str, value: Tensor, generator: Generator | None) -> Tensor:
     """Return values that a reduction with `value` discards."""
     if value.dtype == torch.bool or op in ("band", "bor"):
         noise = _noise(value, generator)

@@ -21,7 +21,7 @@ from shoal_dtensor.api.custom_ops import local_map
 from shoal_dtensor.errors import ShoalTensorError
 from shoal_dtensor.layout.dim_sharding import ShardOrder
 from shoal_dtensor.layout.placements import Partial, Placement, Replicate, Shard
-from shoal_dtensor.tensor.autograd import redistributed
+from shoal_dtensor.tensor.autograd import move_to
 from shoal_dtensor.tensor.dtensor import DTensor
 from shoal_mesh import DeviceMesh, init_device_mesh
 from shoal_mesh.testing import rank_pool
@@ -268,7 +268,7 @@ class Machine:
         made = distribute_tensor(whole, self.mesh, plain, src_data_rank=None, shard_order=order)
         if list(placements) == plain:
             return made
-        return redistributed(DTensor, made, made._spec.with_(placements=placements))
+        return move_to(DTensor, made, made._spec.with_(placements=placements))
 
     def tensors(self) -> dict[str, Any]:
         """The tensors that lines have made."""

@@ -72,8 +72,8 @@ def find_first_module(
     Returns:
         The module; None if all values that can be compared are right.
     """
-    by_rank = [dict(_keyed(record.outputs)) for record in records]
-    wholes = dict(_keyed(reference.outputs))
+    by_rank = [dict(_values_by_key(record.outputs)) for record in records]
+    wholes = dict(_values_by_key(reference.outputs))
     keys = list(wholes)
     forward = [key for key in keys if key.kind == "output"]
     backward = [key for key in reversed(keys) if key.kind == "gradient"]
@@ -82,7 +82,7 @@ def find_first_module(
     return found or _ModuleSearch(by_rank, wholes, setting).first_of(backward)
 
 
-def _keyed(outputs: Sequence[Output]) -> Iterator[tuple[_ValueKey, LocalValue]]:
+def _values_by_key(outputs: Sequence[Output]) -> Iterator[tuple[_ValueKey, LocalValue]]:
     """Yield outputs by path, kind and number of the call."""
     counts = dict[tuple[str, str], int]()
     for output in outputs:
@@ -142,7 +142,7 @@ class _ModuleSearch:
         allowed = setting.tolerance * float(whole.norm())
         copies = self._place(values, whole, key.kind, allowed)
         if copies is not None:
-            missing = _uncovered(copies, whole, allowed)
+            missing = _describe_uncovered(copies, whole, allowed)
             if missing is None:
                 self._note_slices(copies, whole)
                 return None
@@ -285,7 +285,7 @@ def _sum_values(
     return summed if has_different_values else None
 
 
-def _uncovered(copies: Sequence[RankCopy], whole: Tensor, allowed: float) -> str | None:
+def _describe_uncovered(copies: Sequence[RankCopy], whole: Tensor, allowed: float) -> str | None:
     """Describe elements of a sharded value that no rank has; None if there are no such elements."""
     if all(copy.values.shape == whole.shape for copy in copies):
         return None

@@ -153,7 +153,7 @@ class _TensorComparison:
         self._prepare(max(steps - 1, 0))
         if not self.findings:
             self._final_parameters(steps)
-        self._returned(steps)
+        self._compare_returned(steps)
 
     def _prepare(self, step: int) -> None:
         """Set the floor, the number of backwards and the relations of losses of a step."""
@@ -276,7 +276,7 @@ class _TensorComparison:
             quantity = _Quantity(values, _states_of(wholes, key), history)
             self._compare(step, f"optimizer state {key}", quantity)
 
-    def _returned(self, steps: int) -> None:
+    def _compare_returned(self, steps: int) -> None:
         """Compare the values that the program returned."""
         for name, whole in self.reference.returned.items():
             copies = list[RankCopy]()

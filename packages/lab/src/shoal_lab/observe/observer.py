@@ -348,7 +348,7 @@ class ProgramObserver:
         for name in _LOSSES:
             setattr(F, name, self._count_targets(getattr(F, name)))
         utilities: Any = nn.utils
-        normed = self._normed(utilities.clip_grad_norm_)
+        normed = self._record_norm_of(utilities.clip_grad_norm_)
         utilities.clip_grad_norm_ = normed
         utilities.clip_grad.clip_grad_norm_ = normed
         module: Any = dist
@@ -369,7 +369,7 @@ class ProgramObserver:
 
         return loss
 
-    def _normed(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def _record_norm_of(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Return a clipping function that records the norm that it returns."""
 
         @functools.wraps(function)

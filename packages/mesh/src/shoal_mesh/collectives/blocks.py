@@ -23,7 +23,7 @@ from .calls import (
     check_operand,
     is_dense,
     loses_gradient,
-    materialized,
+    materialize,
     refuse_gradient,
     refuse_transformed,
     require_tensors,
@@ -190,7 +190,7 @@ def _pack(blocks: Sequence[Tensor], like: Tensor | None) -> Tensor:
     """Run `pack_blocks` on checked arguments."""
     filled = [block for block in blocks if block.numel()]
     if len(filled) == 1:
-        return materialized(filled[0]).view(-1)
+        return materialize(filled[0]).view(-1)
     if not filled:
         example = blocks[0] if blocks else like
         assert example is not None, "no blocks, no dtype"

@@ -272,14 +272,14 @@ class AcrossHosts(C10dTransport):
         inside         abcd      abcd       abcd      abcd      all-gather
     """
 
-    __slots__ = ("_host", "_own", "_parts", "_per_host", "_plain", "_ranks")
+    __slots__ = ("_host", "_index_in_host", "_parts", "_per_host", "_plain", "_ranks")
 
     def __init__(self, comm: Comm, per_host: int) -> None:
         super().__init__(comm, None)
         self._plain = C10dTransport(comm, None)
         self._ranks = sorted(comm.line)
         self._per_host = per_host
-        self._host, self._own = divmod(comm.group.rank(), per_host)
+        self._host, self._index_in_host = divmod(comm.group.rank(), per_host)
         # The transports inside the host and between hosts. () if the ranks of a host cannot share
         # memory; None before the first large message.
         self._parts: tuple[Transport, ...] | None = None
@@ -300,7 +300,9 @@ class AcrossHosts(C10dTransport):
         """
         first = self._host * self._per_host
         inside = comm_for("inside_host", self._ranks[first : first + self._per_host], "gloo")
-        between = comm_for("between_hosts", self._ranks[self._own :: self._per_host], "gloo")
+        between = comm_for(
+            "between_hosts", self._ranks[self._index_in_host :: self._per_host], "gloo"
+        )
         channel = channel_of(inside.group)
         everyone_has = on_plain_kernels(all_have, channel, self._group)
         if channel is None or not everyone_has:
@@ -375,7 +377,7 @@ class AcrossHosts(C10dTransport):
             if self._host == host:
                 inside.broadcast_(tensor, root_inside).wait()
             whole = self._pad_to_ranks(tensor)
-            part = whole.view(self._per_host, -1)[self._own]
+            part = whole.view(self._per_host, -1)[self._index_in_host]
             between.broadcast_(part, host).wait()
             if self._host != host:
                 inside.all_gather(part, whole).wait()

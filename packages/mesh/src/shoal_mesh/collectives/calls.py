@@ -163,7 +163,7 @@ def refuse_gradient(take_part: Callable[[], object]) -> NoReturn:
     raise CollectiveError(LOST_GRADIENT)
 
 
-def materialized(tensor: Tensor) -> Tensor:
+def materialize(tensor: Tensor) -> Tensor:
     """Return the tensor with its values in contiguous memory, as backends read them.
 
     `conj()` and `imag` may be lazy views.
@@ -173,7 +173,7 @@ def materialized(tensor: Tensor) -> Tensor:
 
 
 def in_memory(tensor: Tensor) -> Tensor:
-    """Return the `materialized` tensor, for calls that no compiler traces.
+    """Return what `materialize` returns, for calls that no compiler traces.
 
     A compiler cannot trace the checks for lazy views.
     """
@@ -402,7 +402,7 @@ def all_gather(
         work = carrier_of(comm, tensor, "", background).all_gather(tensor, out)
         pending = Pending(out, work)
     order = comm.order
-    return pending if order is None else pending.then(lambda out: _reordered(out, order))
+    return pending if order is None else pending.then(lambda out: _reorder_blocks(out, order))
 
 
 def all_gather_v(rows: Tensor, comm: Comm, sizes: Sizes, background: bool) -> Pending:
@@ -438,7 +438,7 @@ def all_gather_v(rows: Tensor, comm: Comm, sizes: Sizes, background: bool) -> Pe
 def reduce_scatter(tensor: Tensor, comm: Comm, op: str, background: bool = False) -> Pending:
     """Reduce blocks and return this rank's one, (size * m, ...) -> (m, ...)."""
     if comm.order is not None:
-        tensor = _reordered(tensor, group_to_index(comm))
+        tensor = _reorder_blocks(tensor, group_to_index(comm))
     if is_traced(tensor):
         return in_graph("reduce_scatter_tensor", tensor.contiguous(), comm, op, comm.size)
     tensor = in_memory(tensor)
@@ -455,7 +455,7 @@ def all_to_all(tensor: Tensor, comm: Comm, background: bool = False) -> Pending:
     Block j goes to rank j, block i comes from rank i.
     """
     if comm.order is not None:
-        tensor = _reordered(tensor, group_to_index(comm))
+        tensor = _reorder_blocks(tensor, group_to_index(comm))
     if is_traced(tensor):
         # (12, 5) on 4 ranks: [3, 3, 3, 3]
         sizes = [tensor.shape[0] // comm.size] * comm.size
@@ -466,7 +466,7 @@ def all_to_all(tensor: Tensor, comm: Comm, background: bool = False) -> Pending:
         work = carrier_of(comm, tensor, "", background).all_to_all(tensor, out)
         pending = Pending(out, work)
     order = comm.order
-    return pending if order is None else pending.then(lambda out: _reordered(out, order))
+    return pending if order is None else pending.then(lambda out: _reorder_blocks(out, order))
 
 
 def all_to_all_v(
@@ -476,11 +476,15 @@ def all_to_all_v(
     indices = group_to_index(comm)
     order = comm.order
     if order is not None:
-        flat = _reordered(flat, indices, send)
+        flat = _reorder_blocks(flat, indices, send)
     departures = [send[index] for index in indices]
     arrivals = [receive[index] for index in indices]
     pending = all_to_all_exact(flat, comm, departures, arrivals, background=background)
-    return pending if order is None else pending.then(lambda out: _reordered(out, order, arrivals))
+    return (
+        pending
+        if order is None
+        else pending.then(lambda out: _reorder_blocks(out, order, arrivals))
+    )
 
 
 def all_to_all_exact(
@@ -530,7 +534,7 @@ def group_to_index(comm: Comm) -> list[int]:
     return indices
 
 
-def _reordered(tensor: Tensor, order: Sequence[int], sizes: Sizes = ()) -> Tensor:
+def _reorder_blocks(tensor: Tensor, order: Sequence[int], sizes: Sizes = ()) -> Tensor:
     """Return blocks along dim 0 in another order, equal blocks if `sizes` are not given.
 
     It does not use an index tensor, which would have to be sent to the device.

@@ -112,7 +112,7 @@ def all_reduce_(
         is_lazily_negated = not is_compiling() and tensor.is_neg()
         if not tensor.is_contiguous() or is_lazily_negated:
             _refuse_overlapping(tensor)
-            terms = calls.materialized(tensor)
+            terms = calls.materialize(tensor)
         pending = start_reduction(terms, comm, recipe, async_op)
         return pending if pending.value is tensor else pending.then(tensor.copy_)
 
@@ -390,7 +390,7 @@ def _to_wire(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     It has the shape of the tensor, or (..., 2) for complex numbers.
     """
     if tensor.is_complex():
-        return torch.view_as_real(calls.materialized(tensor))
+        return torch.view_as_real(calls.materialize(tensor))
     return tensor.to(dtype)
 
 

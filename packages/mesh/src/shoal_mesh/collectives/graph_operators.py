@@ -97,12 +97,12 @@ def _shape_of(name: str, shape: Callable[..., Tensor]) -> Callable[..., Tensor]:
     because inductor, if it compiles, is loaded when a compiler calls the function.
     """
 
-    def traced(*arguments: Any) -> Tensor:
+    def trace(*arguments: Any) -> Tensor:
         packet = getattr(getattr(torch.ops, NAMESPACE), name)
         _torch.kept_in_order(packet.default, f"torch.ops.{NAMESPACE}.{name}.run")
         return shape(*arguments)
 
-    return traced
+    return trace
 
 
 # Declared mutable state: the library. torch removes its operators when the library is freed.

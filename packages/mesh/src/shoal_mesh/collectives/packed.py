@@ -193,7 +193,7 @@ def _is_even_in_order(tensors: list[Tensor], comm: Comm, sizes: Sizes) -> bool:
     return are_equal(sizes) and not is_traced(tensors[0])
 
 
-def _coalesced(
+def _run_coalesced(
     name: str,
     tensors: Sequence[Tensor],
     comm: Comm,
@@ -203,7 +203,7 @@ def _coalesced(
 ) -> list[Tensor]:
     """Call `run` with the tensors of each dtype; return the results in the order of the tensors."""
     if calls.loses_gradient(tensors):
-        calls.refuse_gradient(partial(_coalesced, name, tensors, comm, run, dim=dim, op=op))
+        calls.refuse_gradient(partial(_run_coalesced, name, tensors, comm, run, dim=dim, op=op))
     # float32, int64, float32: [0, 2] and [1]
     positions = positions_by_dtype([tensor.dtype for tensor in tensors])
 
@@ -250,7 +250,7 @@ def all_reduce_coalesced(tensors: Sequence[Tensor], comm: Along, op: str = "sum"
         pairs = zip(totals, same_dtype, strict=True)
         return [total.view(tensor.shape) for total, tensor in pairs]
 
-    return _coalesced("all_reduce_coalesced", tensors, comm, run, dim=None, op=op)
+    return _run_coalesced("all_reduce_coalesced", tensors, comm, run, dim=None, op=op)
 
 
 def all_gather_coalesced(tensors: Sequence[Tensor], comm: Along, dim: int = 0) -> list[Tensor]:
@@ -297,7 +297,7 @@ def all_gather_coalesced(tensors: Sequence[Tensor], comm: Along, dim: int = 0) -
         pending = start_packed("all_gather", flat, comm, sizes, background=False)
         return pending.then(unpack).wait()
 
-    return _coalesced("all_gather_into_tensor_coalesced", tensors, comm, run, dim=dim)
+    return _run_coalesced("all_gather_into_tensor_coalesced", tensors, comm, run, dim=dim)
 
 
 def reduce_scatter_coalesced(
@@ -347,4 +347,4 @@ def reduce_scatter_coalesced(
         parts = zip(torch.split(own_row, widths), blocks, strict=True)
         return [part.view(block.shape[1:]) for part, block in parts]
 
-    return _coalesced("reduce_scatter_tensor_coalesced", tensors, comm, run, dim=dim, op=op)
+    return _run_coalesced("reduce_scatter_tensor_coalesced", tensors, comm, run, dim=dim, op=op)

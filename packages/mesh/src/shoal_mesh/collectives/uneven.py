@@ -29,7 +29,7 @@ from .calls import (
     check_sizes,
     collective,
     comm_of_call,
-    materialized,
+    materialize,
     normal_dim,
 )
 from .even import all_gather, reduce_scatter, start_block_reduction
@@ -221,7 +221,7 @@ def all_to_all_v(
         )
 
     def start() -> Pending:
-        message = materialized(flat)
+        message = materialize(flat)
         return calls.all_to_all_v(message, comm, send_sizes, recv_sizes, background=async_op)
 
     return collective(
@@ -338,7 +338,7 @@ def gather(tensor: Tensor, comm: Along, dst: int = 0) -> list[Tensor] | None:
     receive = [count if comm.rank == dst else 0] * comm.size
 
     def run() -> list[Tensor] | None:
-        flat = materialized(tensor).view(-1)
+        flat = materialize(tensor).view(-1)
         out = calls.all_to_all_v(flat, comm, send, receive).wait()
         if comm.rank != dst:
             return None
@@ -379,7 +379,7 @@ def permute(tensor: Tensor, comm: Along, targets: Sequence[int]) -> Tensor:
         return tensor.clone(memory_format=torch.contiguous_format)
 
     def run() -> Tensor:
-        flat = materialized(tensor).view(-1)
+        flat = materialize(tensor).view(-1)
         block = calls.all_to_all_v(flat, comm, send, receive).wait()
         return block.view(tensor.shape)
 

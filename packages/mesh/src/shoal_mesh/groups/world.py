@@ -225,7 +225,7 @@ def agree(
     step: Callable[[], R],
     group: ProcessGroup | None = None,
     error_type: type[Exception] | None = None,
-    what: str = "",
+    prefix: str = "",
 ) -> list[R]:
     """Run a step on every rank; if it raises on some ranks, all of them raise.
 
@@ -235,7 +235,7 @@ def agree(
         group: the ranks that make the call; by default the world, or this process alone if there is
             no world.
         error_type: the class of the error; by default the class of the lowest rank's error.
-        what: the beginning of the error's text.
+        prefix: the beginning of the error's text.
 
     Returns:
         The result of every rank, by rank in the group.
@@ -274,7 +274,7 @@ def agree(
         if raised is not None:
             errors[rank] = raised
     if errors:
-        raise _error_of_all(errors, len(ranks), what) from own_error
+        raise _error_of_all(errors, len(ranks), prefix) from own_error
     return [value for value, _ in reports]
 
 
@@ -286,7 +286,7 @@ def _sendable(report: Any) -> bytes:
     return data
 
 
-def _error_of_all(errors: Mapping[int, Exception], size: int, what: str) -> Exception:
+def _error_of_all(errors: Mapping[int, Exception], size: int, prefix: str) -> Exception:
     """Return one error for all ranks, such as `rank 1: OSError: disk full`.
 
     It has the class of the lowest rank's error.
@@ -299,13 +299,13 @@ def _error_of_all(errors: Mapping[int, Exception], size: int, what: str) -> Exce
         text_of_rank[rank] = str(error) if is_same_kind else f"{type(error).__name__}: {error}"
     texts = list(text_of_rank.values())
     are_equal = len(texts) == size and len(set(texts)) == 1
-    if are_equal and not what:
+    if are_equal and not prefix:
         return first
     text = texts[0]
     if not are_equal:
         text = "; ".join(f"rank {rank}: {text}" for rank, text in text_of_rank.items())
-    if what:
-        text = f"{what}: {text}"
+    if prefix:
+        text = f"{prefix}: {text}"
     try:
         return cls(text)
     except TypeError:

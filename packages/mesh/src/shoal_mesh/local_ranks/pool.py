@@ -74,7 +74,7 @@ _FIRST_USES = {"dtensor": "before_fork:prepare_dispatch"}
 class ForkServer:
     """The process that ranks are forked from; one per parent, started with the first pool."""
 
-    _own: ForkServer | None = None
+    _running: ForkServer | None = None
     _lock = threading.Lock()
 
     def __init__(self) -> None:
@@ -106,10 +106,10 @@ class ForkServer:
     def get(cls) -> ForkServer:
         """Return the fork server of this process, alive."""
         with cls._lock:
-            server = cls._own
+            server = cls._running
             if server is None or server.parent != os.getpid() or server.process.poll() is not None:
                 server = cls()
-                cls._own = server
+                cls._running = server
             return server
 
     def preload(self, names: Collection[str]) -> None:

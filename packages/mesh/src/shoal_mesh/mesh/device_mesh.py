@@ -406,7 +406,7 @@ class DeviceMesh(RankGrid):
         fields = replace(self._fields, layout=layout, names=every_name, choices=choices)
         mesh = self._of(fields)
         mesh._shared = self._shared
-        mesh._given = self._given
+        mesh._groups_of_program = self._groups_of_program
         mesh._identify()
         return mesh
 
@@ -425,7 +425,7 @@ class DeviceMesh(RankGrid):
         if not all(mesh._is_slice_of(root) for mesh in meshes):
             texts = ", ".join(map(repr, meshes))
             raise MeshError(f"concatenate takes meshes sliced from one mesh, got {texts}")
-        layout = root._layout.crossed([mesh._layout for mesh in meshes])
+        layout = root._layout.cross_parts([mesh._layout for mesh in meshes])
         if layout is None:
             texts = ", ".join(map(repr, meshes))
             raise MeshError(f"{texts} join the same ranks, or do not have ranks in common")

@@ -68,7 +68,7 @@ class RankGrid:
         "_derived",
         "_fields",
         "_flattened",
-        "_given",
+        "_groups_of_program",
         "_hash",
         "_key",
         "_layout",
@@ -92,7 +92,7 @@ class RankGrid:
     _shared: dict[Any, Comm]
     # Ranks -> the communicator of a group that a program gave, and the number of the group. One
     # dict for a mesh and all that are derived from it.
-    _given: dict[frozenset[int], tuple[Comm, int]]
+    _groups_of_program: dict[frozenset[int], tuple[Comm, int]]
     # axes, as a caller wrote them -> slice
     _derived: dict[Any, Any]
     # names of flattened axes -> 1-D mesh
@@ -137,7 +137,7 @@ class RankGrid:
         self._unflattened = set()
         self._tensor = None
         self._shared = {} if root is None else root._shared
-        self._given = {} if root is None else root._given
+        self._groups_of_program = {} if root is None else root._groups_of_program
         self._world = None if fields.abstract_rank is not None else world_place()
         ndim = fields.layout.ndim
         # public slots, which `__setattr__` refuses to set
@@ -165,7 +165,7 @@ class RankGrid:
 
     def _identify(self) -> None:
         """Set the identity, which distinguishes the mesh from equal ones over other groups."""
-        numbers = tuple([number for _, number in self._given.values()])
+        numbers = tuple([number for _, number in self._groups_of_program.values()])
         object.__setattr__(self, "identity", MeshIdentity.of((self._key, numbers)))
 
     def _give(self, comms: Sequence[Comm]) -> None:
@@ -174,7 +174,7 @@ class RankGrid:
             self._shared[comm.axes, comm.line, BackendChoice()] = comm
             number = number_of_given(comm.group)
             if number is not None:
-                self._given[frozenset(comm.line)] = comm, number
+                self._groups_of_program[frozenset(comm.line)] = comm, number
         self._identify()
 
     def _own_rank(self) -> int | None:
@@ -435,7 +435,7 @@ class RankGrid:
                 raise NoGroupError(
                     f"the default process group that {self!r} was created under has been destroyed"
                 )
-            comm_of_program, _ = self._given.get(frozenset(ranks), (None, 0))
+            comm_of_program, _ = self._groups_of_program.get(frozenset(ranks), (None, 0))
             if comm_of_program is not None and choice == BackendChoice():
                 group = comm_of_program.group
             else:

@@ -142,7 +142,7 @@ class Layout:
 
     # --- parts of a larger grid; positions are indices into the ranks of the larger grid ----------
 
-    def crossed(self, parts: Sequence[Layout]) -> Layout | None:
+    def cross_parts(self, parts: Sequence[Layout]) -> Layout | None:
         """Return the grid with the axes of several parts of this grid, which cross at one rank.
 
         The parts with the ranks 4 5 6 7 and 1 5 of a 2 x 4 grid cross at rank 5. They give the
@@ -169,10 +169,10 @@ class Layout:
         return [self.ranks.index(rank) for rank in part.ranks]
 
     def is_crossed_by_axes(self, part: Layout) -> bool:
-        """Return whether a part equals the grid that its lines along its axes give (`crossed`)."""
+        """Return whether a part equals the grid that its lines along its axes give (`cross_parts`)."""
         origin = (0,) * part.ndim
         axes = [part.select((axis,), origin) for axis in range(part.ndim)]
-        return self.crossed(axes) == part
+        return self.cross_parts(axes) == part
 
     def parallel(self, part: Layout, rank: int) -> Layout:
         """Return the parallel part, with the same steps, that contains another rank.

@@ -200,7 +200,7 @@ def measured_costs(world: ProcessGroup, device: torch.device) -> list[list[float
     for a, b in product(range(size), repeat=2):
         # Ranks a and b measured 1.0 and 1.2 ms: the cost is 1.2 ms.
         costs[a][b] = max(measured[a][b], measured[b][a])
-    return smoothed(costs, hosts)
+    return smooth_costs(costs, hosts)
 
 
 def _message_seconds(world: ProcessGroup, message: torch.Tensor, other: int) -> float:
@@ -228,13 +228,13 @@ def fastest(run: Callable[[], object], times: int, device: torch.device) -> floa
     return best
 
 
-def smoothed(costs: list[list[float]], hosts: list[str]) -> list[list[float]]:
+def smooth_costs(costs: list[list[float]], hosts: list[str]) -> list[list[float]]:
     """Replace costs by their median if they differ by noise only.
 
     Links inside one host are compared with each other, and links between the same two hosts.
 
     Example:
-        >>> smoothed([[0, 1.0, 9.0], [1.2, 0, 10.0], [9.0, 10.0, 0]], ["a", "a", "b"])
+        >>> smooth_costs([[0, 1.0, 9.0], [1.2, 0, 10.0], [9.0, 10.0, 0]], ["a", "a", "b"])
         [[0, 1.1, 9.5], [1.1, 0, 9.5], [9.5, 9.5, 0]]
     """
     # Imported here: it imports fractions and decimals, a tenth of the time of `import shoal_mesh`.

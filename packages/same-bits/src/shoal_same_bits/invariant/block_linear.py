@@ -165,7 +165,7 @@ def _sample_by_sample(call: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, T
     """Decorate the call of a Linear: treat an input (K,) as one sample, and refuse autocast."""
 
     @wraps(call)
-    def checked(lowered: Any, input: Tensor) -> Tensor:
+    def call_checked(lowered: Any, input: Tensor) -> Tensor:
         if autocast_dtype(input) is not None:
             raise StyleError(
                 "invariant_arithmetic: under autocast a rank adds gradients of its samples in the "
@@ -177,7 +177,7 @@ def _sample_by_sample(call: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, T
             return call(lowered, input.unsqueeze(0)).squeeze(0)
         return call(lowered, input)
 
-    return checked
+    return call_checked
 
 
 class InvariantColumn(ColumnLinear):

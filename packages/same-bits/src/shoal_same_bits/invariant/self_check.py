@@ -290,7 +290,7 @@ def _compare_chunks(draw: Draw, rows: int) -> Iterator[Compared]:
     yield Compared("attention, over chunks of a sequence", at_once, together)
 
 
-def _differing(device: str, dtype: torch.dtype, rows: int | None) -> list[str]:
+def _differing_operators(device: str, dtype: torch.dtype, rows: int | None) -> list[str]:
     """Return the names of operators whose bits differ, each once."""
     generator = torch.Generator().manual_seed(0)
 
@@ -313,7 +313,7 @@ def check_device(device: str, dtype: torch.dtype, threads: int, rows: int | None
     The result is cached, so the check runs once for the same arguments. `threads` is only a key of
     the cache: it is the number of threads of torch, because kernels depend on it.
     """
-    _refuse(_differing(device, dtype, rows), device, dtype)
+    _refuse(_differing_operators(device, dtype, rows), device, dtype)
 
 
 def check_arithmetic(mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> None:
@@ -336,7 +336,7 @@ def check_arithmetic(mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> No
     check_device_mesh("check_arithmetic", mesh)
     arithmetic = current_arithmetic()
     rows = None if arithmetic is None else arithmetic.rows
-    differing = _differing(mesh.device_type, dtype, rows)
+    differing = _differing_operators(mesh.device_type, dtype, rows)
     # The ranks add 64 elements in one exchange, and 2 ** 18 elements in two: two ways to check.
     for axis, size in product(mesh.axis_names, (64, 1 << 18)):
         differing += _differing_collectives(mesh, axis, size, dtype)

@@ -303,7 +303,7 @@ def custom_sharded_op_impl(func: Callable[..., Any]) -> Callable[[CustomOp], Cus
         >>> @custom_sharded_op_impl(torch.asin)
         ... def asin(types, args, kwargs, process_group): ...
     """
-    return _overriding("custom_sharded_op_impl", None, func)
+    return _register_override("custom_sharded_op_impl", None, func)
 
 
 _sharded_op_impl = custom_sharded_op_impl  # the name of torch for its own ops
@@ -331,10 +331,10 @@ def custom_sharding_spec_op(
         "custom_sharding_spec_op: sharding_spec_class is a class",
         ArgumentTypeError,
     )
-    return _overriding("custom_sharding_spec_op", sharding_spec_class, func)
+    return _register_override("custom_sharding_spec_op", sharding_spec_class, func)
 
 
-def _overriding(
+def _register_override(
     call: str, sharding_spec_class: type | None, func: Callable[..., Any]
 ) -> Callable[[CustomOp], CustomOp]:
     """Return the decorator that registers an override; a class of None means any spec."""

@@ -65,7 +65,7 @@ def look_up(call: DTensorCall, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if not is_sharded or not are_plain:
         return call.run(args, kwargs)
     call.check_layouts()
-    if _REPLICATED.own():
+    if _REPLICATED.context_value():
         _facts(call, arguments)
         return call.run((), arguments, plain=DTensor.full_tensor)
     # Per rank two sizes: the length of its indices along dim 0, and the number of rows of its

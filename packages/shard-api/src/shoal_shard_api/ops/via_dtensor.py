@@ -284,7 +284,7 @@ class DTensorCall:
 
     def check_layouts(self) -> None:
         """Raise NotExpressibleError for a layout without placements, unless it may be moved."""
-        if self.problem and not _MAY_RESHARD.own():
+        if self.problem and not _MAY_RESHARD.context_value():
             raise NotExpressibleError(
                 f"{self.name}: {self.problem}. reshard() to a ChunkShardingSpec first, or use "
                 "implicit_reshard()"

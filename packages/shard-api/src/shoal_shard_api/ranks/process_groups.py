@@ -161,7 +161,7 @@ def load_with_process_group(process_group: dist.ProcessGroup) -> Iterator[None]:
         ...     torch.load(file, weights_only=False).full_tensor()
         tensor([1., 1., 1., 1.])
     """
-    if _LOADING.own() is not None:
+    if _LOADING.context_value() is not None:
         raise ProcessGroupError("load_with_process_group is already active: it cannot be nested")
     with _LOADING.change(lambda _: resolve(process_group)):
         yield
@@ -169,7 +169,7 @@ def load_with_process_group(process_group: dist.ProcessGroup) -> Iterator[None]:
 
 def _get_current_process_group() -> dist.ProcessGroup:
     """Return the group of the enclosing ``load_with_process_group``, else the default group."""
-    loading = _LOADING.own()
+    loading = _LOADING.context_value()
     return resolve(None) if loading is None else loading
 
 

@@ -119,7 +119,7 @@ class NameTable:
     def new(self, value: TracedValue, statement: Statement) -> str:
         """Name a value that a statement assigns; call `release` before."""
         # A hint is the name of an input, or of the module that computes the value.
-        wanted = value.hint or self._inherited(statement) or _noun(statement)
+        wanted = value.hint or self._inherited_name(statement) or _noun(statement)
         name = wanted
         count = 1
         while name in self._taken or _is_reserved(name):
@@ -129,7 +129,7 @@ class NameTable:
         self._taken[name] = self._last_use.get(id(value), self._number)
         return name
 
-    def _inherited(self, statement: Statement) -> str:
+    def _inherited_name(self, statement: Statement) -> str:
         """Return the name of the only operand, if no later statement reads the operand; or ''.
 
         `release` has freed such a name. The name of a parameter is shortened to its last part.

@@ -408,7 +408,7 @@ class ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of
         value.takes_gradient = like.requires_grad
         return DTensor(local, spec, requires_grad=like.requires_grad)
 
-    def redistributed(self, tensor: DTensor, spec: Spec) -> DTensor:
+    def redistribute(self, tensor: DTensor, spec: Spec) -> DTensor:
         """Return a DTensor in another layout, and record the move."""
         moved = self.move(tensor._local_tensor, plan_between(tensor.spec, spec))
         return DTensor(moved, spec, requires_grad=self.value_of(moved).takes_gradient)
@@ -460,7 +460,7 @@ class ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of
         If an inner module has named the output already, that name stays.
         """
         wanted = output.spec if layout is None else layout(output)
-        tensor = output if wanted == output.spec else self.redistributed(output, wanted)
+        tensor = output if wanted == output.spec else self.redistribute(output, wanted)
         value = self.value_of(tensor._local_tensor)
         parts = [part for part in path.split(".") if not part.isdigit()]
         if parts and not value.hint and not value.parameter:

@@ -126,7 +126,7 @@ class Statements:
             source = self._convert(source, axes, movement.path)
         if not movement.plan.steps:
             # A move without steps is recorded only where its result has no gradient.
-            make = _detached(lambda name_of: [name_of(source)])
+            make = _with_detach(lambda name_of: [name_of(source)])
             return [Statement([source], [movement.output], make, (), path=movement.path)]
         for step in movement.plan.steps:
             output = movement.output
@@ -134,7 +134,7 @@ class Statements:
                 output = replace(output, spec=step.dst, shape=tuple(step.dst.local_shape))
             make = self._move_texts(step, source, movement.output)
             if movement.cuts_gradient and step is movement.plan.steps[-1]:
-                make = _detached(make)
+                make = _with_detach(make)
             statements.append(Statement([source], [output], make, (), path=movement.path))
             source = output
         return statements
@@ -178,6 +178,6 @@ class Statements:
         )
 
 
-def _detached(texts: Callable[[NameOf], list[str]]) -> Callable[[NameOf], list[str]]:
+def _with_detach(texts: Callable[[NameOf], list[str]]) -> Callable[[NameOf], list[str]]:
     """Return a function that adds `.detach()` to texts."""
     return lambda name_of: [f"{text}.detach()" for text in texts(name_of)]

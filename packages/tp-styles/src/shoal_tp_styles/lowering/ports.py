@@ -55,16 +55,16 @@ def input_dtensor(tensor: Tensor, port: Port, mesh: DeviceMesh) -> DTensor:
     if isinstance(tensor, DTensor):
         if tensor.device_mesh != mesh:
             raise LayoutError(f"the input is on {tensor.device_mesh}, but the module is on {mesh}")
-        return _redistributed(tensor, port.desired)
+        return _redistribute(tensor, port.desired)
     if isinstance(tensor, Tensor):
-        return _redistributed(from_local(tensor, port.layout, mesh), port.desired)
+        return _redistribute(from_local(tensor, port.layout, mesh), port.desired)
     raise LayoutError(
         f"layout {port.layout} is given for a {type(tensor).__name__}; use None for values that "
         "are not tensors"
     )
 
 
-def _redistributed(tensor: DTensor, placement: Placement) -> DTensor:
+def _redistribute(tensor: DTensor, placement: Placement) -> DTensor:
     if isinstance(placement, Shard) and placement.dim < 0:
         placement = placement.on_dim(placement.dim + tensor.ndim)
     placements = (placement,)
@@ -92,7 +92,7 @@ def module_output(
     """
     if not isinstance(tensor, DTensor):
         tensor = from_local(tensor, port.layout, lowered.mesh, shape)
-    output = _redistributed(tensor, port.desired)
+    output = _redistribute(tensor, port.desired)
     sharding = lowered.sharding
     return local_output(output, sharding.style) if sharding.local_outputs else output
 

@@ -300,10 +300,10 @@ def _compare_runs(plain: nn.Module, plan: Plan, mesh: DeviceMesh, inputs: _Input
         return Verification(wrong=(finding,))
     differences = _differences(results, expected, mesh)
     wrong = tuple(f"{difference}{mode}" for difference in differences)
-    return Verification(wrong=wrong, unproven=tuple(_unreached(plain, plan, expected)))
+    return Verification(wrong=wrong, unproven=tuple(_unreached_entries(plain, plan, expected)))
 
 
-def _unreached(plain: nn.Module, plan: Plan, expected: _Results) -> Iterator[str]:
+def _unreached_entries(plain: nn.Module, plan: Plan, expected: _Results) -> Iterator[str]:
     """Yield entries whose parameters get no gradient: parts that these inputs do not run.
 
     If no parameter of the model gets a gradient, these parts cannot be found.

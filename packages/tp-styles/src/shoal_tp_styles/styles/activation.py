@@ -41,7 +41,7 @@ from ..sharding.module_sharding import (
     ParameterPlacement,
     Port,
 )
-from .style import DeclaredStyle, check_forward, unsupported
+from .style import DeclaredStyle, check_forward, unsupported_error
 
 # For each type of module the forward that the style puts in its place, on local shards. Subclasses
 # are not looked up: they may compute with several tokens together.
@@ -165,7 +165,7 @@ class HeadParallel(DeclaredStyle):
 
     def sharding(self, module: nn.Module) -> ModuleSharding:
         if not isinstance(module, nn.MultiheadAttention):
-            raise unsupported("HeadParallel", module, (nn.MultiheadAttention,))
+            raise unsupported_error("HeadParallel", module, (nn.MultiheadAttention,))
         if module.bias_k is not None or module.add_zero_attn:
             raise UnsupportedModuleError(
                 "HeadParallel: bias_k/bias_v and add_zero_attn are not supported; distribute the "
@@ -287,7 +287,7 @@ class LatentProjection(DeclaredStyle):
 
     def sharding(self, module: nn.Module) -> ModuleSharding:
         if not isinstance(module, nn.Linear) or not keeps_forward(module, nn.Linear):
-            raise unsupported("LatentProjection", module, (nn.Linear,))
+            raise unsupported_error("LatentProjection", module, (nn.Linear,))
         if not 0 <= self.rotary <= module.out_features:
             raise LayoutError(f"LatentProjection: {module} does not have {self.rotary} features")
         port = Port(Replicate(), Replicate())
@@ -334,7 +334,9 @@ class ChannelParallel(DeclaredStyle):
 
     def sharding(self, module: nn.Module) -> ModuleSharding:
         if not is_grouped(module) and not isinstance(module, _KINDS):
-            raise unsupported("ChannelParallel", module, _KINDS, "convolutions with several groups")
+            raise unsupported_error(
+                "ChannelParallel", module, _KINDS, "convolutions with several groups"
+            )
         has_one_slope = isinstance(module, nn.PReLU) and module.num_parameters == 1
         if not has_one_slope:
             return sharded_groups(self, module, input_layout=None, output_layout=None)
@@ -363,7 +365,7 @@ def sharded_groups(
     if isinstance(module, CONVOLUTIONS):
         has_own_forward = not any(keeps_forward(module, cls) for cls in CONVOLUTIONS)
         if has_own_forward:
-            raise unsupported(name, module, CONVOLUTIONS)
+            raise unsupported_error(name, module, CONVOLUTIONS)
     channels = ChannelsOfGroups.of(module, style.multiple_of)
     # A group reads `into` input channels, computes `out_of` output channels, and has `rows` rows of
     # the weight. Ranks hold multiples of `unit` groups. Example: units of 2 groups, with 1 input

@@ -23,7 +23,7 @@ from ..experts.expert_forward import (
 )
 from ..sharding.module_kinds import class_of, expert_shards, experts_of, hidden_shards
 from ..sharding.module_sharding import ModuleSharding, Port
-from .style import DeclaredStyle, unsupported
+from .style import DeclaredStyle, unsupported_error
 
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
@@ -143,7 +143,7 @@ class IdentityExpert(DeclaredStyle):
 
     def sharding(self, module: nn.Module) -> ModuleSharding:
         if class_of(module) is not nn.Identity:
-            raise unsupported("IdentityExpert", module, (nn.Identity,))
+            raise unsupported_error("IdentityExpert", module, (nn.Identity,))
         return ModuleSharding("IdentityExpert", lowering=DividedInput, distributes=False)
 
 

@@ -40,7 +40,7 @@ from ..sharding.module_sharding import (
     Port,
 )
 from .activation import sharded_groups
-from .style import DeclaredStyle, LayoutField, check_forward, unsupported
+from .style import DeclaredStyle, LayoutField, check_forward, unsupported_error
 
 Layouts = Placement | tuple[Placement, ...] | None
 
@@ -112,7 +112,7 @@ def _row_of(style: str, table: _Table, module: nn.Module) -> _TableRow:
             features = table[cls]
             lowering = features.lowering if keeps_forward(module, cls) else None
             return _TableRow(features, lowering)
-    raise unsupported(style, module, tuple(table))
+    raise unsupported_error(style, module, tuple(table))
 
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
@@ -420,7 +420,7 @@ class PackedColwiseParallel(DeclaredStyle):
     def sharding(self, module: nn.Module) -> ModuleSharding:
         features = out_features(module)
         if features is None:
-            raise unsupported("PackedColwiseParallel", module, (nn.Linear, TransposedLinear))
+            raise unsupported_error("PackedColwiseParallel", module, (nn.Linear, TransposedLinear))
         kind = next(kind for kind in kinds_of(module) if kind in (TransposedLinear, nn.Linear))
         check_forward("PackedColwiseParallel", module, kind)
         sizes = self.blocks

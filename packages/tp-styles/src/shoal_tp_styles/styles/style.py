@@ -250,7 +250,7 @@ def check_forward(style: str, module: nn.Module, cls: type[nn.Module]) -> None:
         )
 
 
-def unsupported(
+def unsupported_error(
     style: str, module: nn.Module, supported: tuple[type[nn.Module], ...], *others: str
 ) -> UnsupportedModuleError:
     """Return the error of a style for a type of module that it cannot shard."""

@@ -68,7 +68,7 @@ def fuse(shapes: Shapes, fused: Mapping[str, Sequence[str]], dim: int, groups: i
             names = [template.format(*filling) for template in templates]
             _require(shapes, names, target)
             lengths = [_share(shapes, name, dim, groups) for name in names]
-            targets[target] = _resized(shapes[names[0]], dim, groups * sum(lengths))
+            targets[target] = _with_size(shapes[names[0]], dim, groups * sum(lengths))
             for block in _turns(names, lengths, groups):
                 region = _along(targets[target], dim, block.rows_in_fused)
                 source_region = _along(shapes[block.name], dim, block.rows)
@@ -92,7 +92,7 @@ def split(shapes: Shapes, blocks: Mapping[str, Mapping[str, int]], dim: int, gro
                     f"split: {source!r} {shape} cannot be split into blocks of {dict(sizes)}"
                 )
             for name, size in zip(names, sizes.values(), strict=True):
-                targets[name] = _resized(shape, dim, size)
+                targets[name] = _with_size(shape, dim, size)
             lengths = [_share(targets, name, dim, groups) for name in names]
             for block in _turns(names, lengths, groups):
                 region = _along(targets[block.name], dim, block.rows)
@@ -110,7 +110,7 @@ def stack(shapes: Shapes, stacked: Mapping[str, str]) -> Edit:
     for target_template, template in stacked.items():
         first = template.replace("{index}", "0")
         for filling in _fillings(shapes, first):
-            names = _numbered(shapes, template, filling)
+            names = _numbered_names(shapes, template, filling)
             target = target_template.format(*filling)
             _require(shapes, names, target)
             shape = shapes[names[0]]
@@ -175,7 +175,7 @@ def pad(shapes: Shapes, sizes: Mapping[str, int], dim: int, fill: float | None) 
             old = shapes[name]
             if size < old[dim]:
                 raise MappingError(f"pad: {name!r} {old} is longer than {size} along dim {dim}")
-            targets[name] = _resized(old, dim, size)
+            targets[name] = _with_size(old, dim, size)
             whole = whole_region(old)
             parts.append(straight(name, _along(targets[name], dim, whole[dim]), name, whole))
             rest = _along(targets[name], dim, range(old[dim], size))
@@ -195,7 +195,7 @@ def repeat(shapes: Shapes, templates: Iterable[str], times: int, block: int, dim
             raise MappingError(
                 f"repeat: dim {dim} of {name!r} {old} cannot be divided into blocks of {block}"
             )
-        targets[name] = _resized(old, dim, old[dim] * times)
+        targets[name] = _with_size(old, dim, old[dim] * times)
         for number in range(blocks * times):
             # Example: 3 times -> the blocks 0, 1 and 2 of the target are copies of block 0.
             start = number // times * block
@@ -251,7 +251,7 @@ def matched_names(shapes: Shapes, templates: Iterable[str]) -> list[str]:
     return names
 
 
-def _numbered(shapes: Shapes, template: str, filling: Sequence[str]) -> list[str]:
+def _numbered_names(shapes: Shapes, template: str, filling: Sequence[str]) -> list[str]:
     """Return the names with the indices 0, 1, 2, ... as far as they exist."""
     names: list[str] = []
     while (name := template.format(*filling, index=len(names))) in shapes:
@@ -277,7 +277,7 @@ def _first_names(shapes: Shapes) -> str:
 # --- shapes --------------------------------------------------------------------------------------
 
 
-def _resized(shape: Shape, dim: int, size: int) -> Shape:
+def _with_size(shape: Shape, dim: int, size: int) -> Shape:
     sizes = [*shape]
     sizes[dim] = size
     return tuple(sizes)

@@ -236,7 +236,7 @@ class WeightMapping:
             >>> WeightMapping.same_names({"model.w": (2,)}).rename({"^model[.]": ""}).targets
             {'w': (2,)}
         """
-        return self._edited(edits.edit_names(self.targets, patterns))
+        return self._apply_edit(edits.edit_names(self.targets, patterns))
 
     def fuse(
         self, fused: Mapping[str, Sequence[str]], *, dim: int = 0, groups: int = 1
@@ -260,7 +260,7 @@ class WeightMapping:
             >>> WeightMapping.same_names(shapes).fuse(parts).targets
             {'layers.0.gate_up': (4, 3)}
         """
-        return self._edited(edits.fuse(self.targets, fused, dim, groups))
+        return self._apply_edit(edits.fuse(self.targets, fused, dim, groups))
 
     def split(
         self, blocks: Mapping[str, Mapping[str, int]], *, dim: int = 0, groups: int = 1
@@ -280,7 +280,7 @@ class WeightMapping:
             >>> fused.split({"kv": {"k": 2, "v": 2}}, groups=2).by_target["v"]
             (Assignment('v'[0:1, 0:3] = 'kv'[1:2, 0:3]), Assignment('v'[1:2, 0:3] = 'kv'[3:4, 0:3]))
         """
-        return self._edited(edits.split(self.targets, blocks, dim, groups))
+        return self._apply_edit(edits.split(self.targets, blocks, dim, groups))
 
     def stack(self, stacked: Mapping[str, str]) -> WeightMapping:
         """Stack numbered targets along a new first dim: experts.
@@ -293,7 +293,7 @@ class WeightMapping:
             >>> experts.stack({"w": "e.{index}.w"}).targets
             {'w': (2, 2)}
         """
-        return self._edited(edits.stack(self.targets, stacked))
+        return self._apply_edit(edits.stack(self.targets, stacked))
 
     def unstack(self, stacked: Mapping[str, str]) -> WeightMapping:
         """Give each index of the first dim of targets a tensor of its own; the inverse of `stack`.
@@ -305,7 +305,7 @@ class WeightMapping:
             >>> WeightMapping.same_names({"w": (2, 3)}).unstack({"w": "e.{index}.w"}).targets
             {'e.0.w': (3,), 'e.1.w': (3,)}
         """
-        return self._edited(edits.unstack(self.targets, stacked))
+        return self._apply_edit(edits.unstack(self.targets, stacked))
 
     def transpose(self, names: Iterable[str], *, dims: tuple[int, int] = (-2, -1)) -> WeightMapping:
         """Exchange two dims of targets.
@@ -318,7 +318,7 @@ class WeightMapping:
             >>> WeightMapping.same_names({"w": (2, 3)}).transpose(["w"]).targets
             {'w': (3, 2)}
         """
-        return self._edited(edits.transpose(self.targets, names, dims))
+        return self._apply_edit(edits.transpose(self.targets, names, dims))
 
     def pad(
         self, sizes: Mapping[str, int], *, dim: int = 0, fill: float | None = 0.0
@@ -337,7 +337,7 @@ class WeightMapping:
             >>> WeightMapping.same_names({"w": (2,)}).pad({"w": 4}).assignments[1]
             Assignment('w'[2:4] = 0.0)
         """
-        return self._edited(edits.pad(self.targets, sizes, dim, fill))
+        return self._apply_edit(edits.pad(self.targets, sizes, dim, fill))
 
     def repeat(
         self, names: Iterable[str], *, times: int, block: int, dim: int = 0
@@ -357,7 +357,7 @@ class WeightMapping:
             >>> WeightMapping.same_names({"k": (4,)}).repeat(["k"], times=2, block=2).targets
             {'k': (8,)}
         """
-        return self._edited(edits.repeat(self.targets, names, times, block, dim=dim))
+        return self._apply_edit(edits.repeat(self.targets, names, times, block, dim=dim))
 
     def add_copies(self, copies: Mapping[str, str]) -> WeightMapping:
         """Add targets that are copies of other targets: a head tied to an embedding.
@@ -369,7 +369,7 @@ class WeightMapping:
             >>> WeightMapping.same_names({"w": (2,)}).add_copies({"head": "w"}).assignments[0]
             Assignment('head'[0:2] = 'w'[0:2])
         """
-        return self._edited(edits.add_copies(self.targets, copies))
+        return self._apply_edit(edits.add_copies(self.targets, copies))
 
     def add_filled(self, shapes: Shapes, *, fill: float | None = None) -> WeightMapping:
         """Add targets without a source.
@@ -382,7 +382,7 @@ class WeightMapping:
             >>> WeightMapping.same_names({}).add_filled({"scale": (1,)}, fill=1.0).assignments
             (Assignment('scale'[0:1] = 1.0),)
         """
-        return self._edited(edits.add_filled(self.targets, shapes, fill))
+        return self._apply_edit(edits.add_filled(self.targets, shapes, fill))
 
     def drop(self, names: Iterable[str]) -> WeightMapping:
         """Leave targets out.
@@ -394,9 +394,9 @@ class WeightMapping:
             >>> WeightMapping.same_names({"a": (2,), "b": (3,)}).drop(["a"]).targets
             {'b': (3,)}
         """
-        return self._edited(edits.drop(self.targets, names))
+        return self._apply_edit(edits.drop(self.targets, names))
 
-    def _edited(self, edit: Edit) -> WeightMapping:
+    def _apply_edit(self, edit: Edit) -> WeightMapping:
         return self.then(WeightMapping(self.targets, edit.targets, edit.assignments))
 
     # --- JSON ----------------------------------------------------------------------------------

@@ -202,7 +202,7 @@ class RouteTable:
             if common is None:
                 continue
             for one in _without_broadcasts(common):
-                for small in _divided(one, self._most):
+                for small in _divide_assignment(one, self._most):
                     self._route_part(small, number, source_cell.holders, cell.holders)
 
     def _route_part(
@@ -325,7 +325,7 @@ def _without_broadcasts(part: Assignment) -> Iterator[Assignment]:
     yield part
 
 
-def _divided(part: Assignment, most: int) -> Iterator[Assignment]:
+def _divide_assignment(part: Assignment, most: int) -> Iterator[Assignment]:
     """Yield the parts of an assignment with at most `most` elements each."""
     if count_elements(part.region) <= most:
         yield part
@@ -336,7 +336,7 @@ def _divided(part: Assignment, most: int) -> Iterator[Assignment]:
     # Example: 10 rows of 6 elements, and at most 20 elements -> 3 rows at a time.
     length = max(most // of_index, 1)
     for first in range(0, len(indices), length):
-        yield from _divided(_at(part, dim, indices[first : first + length]), most)
+        yield from _divide_assignment(_at(part, dim, indices[first : first + length]), most)
 
 
 def _at(part: Assignment, dim: int, indices: range) -> Assignment:

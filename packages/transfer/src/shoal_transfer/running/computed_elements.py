@@ -48,7 +48,7 @@ class Computations:
     def __bool__(self) -> bool:
         return bool(self._names)
 
-    def missing(self) -> str | None:
+    def describe_missing(self) -> str | None:
         """Return an error text for a function that this rank did not get; None if it has all."""
         if self._rank is None:
             return None

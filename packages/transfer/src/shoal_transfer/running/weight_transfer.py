@@ -361,7 +361,9 @@ class WeightTransfer:
 
     def _refuse(self, version: int | None) -> str | None:
         """Return the reason why this rank refuses a version; None if it does not."""
-        missing = self._missing_model() or self._computations.missing() or self._memory_defect()
+        missing = (
+            self._missing_model() or self._computations.describe_missing() or self._memory_defect()
+        )
         if missing is not None:
             return missing
         if self._computations and self._deltas and self._mode == "in_place":

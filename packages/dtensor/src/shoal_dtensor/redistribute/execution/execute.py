@@ -45,7 +45,7 @@ from shoal_mesh.internal import (
 )
 
 from ...layout.memory_order import memory_order
-from ...layout.tensor_meta import remembered
+from ...layout.tensor_meta import cache_last
 from ..steps import Plan, Step, is_norm
 from .rank_steps import CollectiveCall, RankStep, keep_local, rank_step, take_received
 
@@ -70,22 +70,22 @@ def run_plan(plan: Plan, local: Tensor) -> Tensor:
     return local
 
 
-@remembered(REMEMBERED)
+@cache_last(REMEMBERED)
 def _program(plan: Plan) -> tuple[Stage, ...]:
     """Return the stages of a plan on this rank."""
     pairs = zip(rank_steps_of(plan), plan.steps, strict=True)
     stages = [stage_of(one_step, step.src.mesh) for one_step, step in pairs]
-    return (*stages, *closing(plan))
+    return (*stages, *closing_stages(plan))
 
 
-@remembered(REMEMBERED)
+@cache_last(REMEMBERED)
 def rank_steps_of(plan: Plan) -> tuple[RankStep, ...]:
     """Return this rank's part of each step of a plan; outside the mesh the parts do nothing."""
     _LOG.debug("%s", plan)
     return tuple(rank_step(step, step.src.coordinate) for step in plan.steps)
 
 
-def closing(plan: Plan) -> tuple[Stage, ...]:
+def closing_stages(plan: Plan) -> tuple[Stage, ...]:
     """Return the stages after the last step.
 
     They copy a slice to memory of its own, and give the result the memory order of the global
@@ -286,13 +286,13 @@ def _legs(position: int, plan: Plan) -> tuple[list[CollectiveLeg | None], tuple[
                 legs.append(None)
             continue
         is_last = step is plan.steps[-1]
-        is_result = is_last and one_step.finish is take_received and not closing(plan)
+        is_result = is_last and one_step.finish is take_received and not closing_stages(plan)
         call = one_step.collective
         stages = tuple(before)
         leg = CollectiveLeg(position, stages, step, one_step, call=call, gives_result=is_result)
         legs.append(leg)
         before = []
-    return legs, (*before, *closing(plan))
+    return legs, (*before, *closing_stages(plan))
 
 
 def _key(leg: CollectiveLeg, device: torch.device) -> object:

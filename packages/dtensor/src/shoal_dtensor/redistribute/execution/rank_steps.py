@@ -326,7 +326,7 @@ def _all_reduce(step: Step, coordinate: Coordinate) -> RankStep:
     return RankStep(collective=collective, finish=divide)
 
 
-def _reducing(step: Step, coordinate: Coordinate) -> RankStep:
+def _reduce(step: Step, coordinate: Coordinate) -> RankStep:
     """Return the rank step of a reduction; a norm is the root of a sum of powers."""
     rank_step_of = _reduce_scatter if step.name == "ReduceScatter" else _all_reduce
     order = norm_order(step.op)
@@ -499,8 +499,8 @@ _RANK_STEPS: dict[str, Callable[[Step, Any], RankStep]] = {
     "MakePartial": _make_partial,
     "Scale": _scale,
     "AllGather": _all_gather,
-    "ReduceScatter": _reducing,
-    "AllReduce": _reducing,
+    "ReduceScatter": _reduce,
+    "AllReduce": _reduce,
     "AllToAll": _all_to_all,
     "Exchange": _exchange,
     # its rank may be on either mesh

@@ -38,7 +38,7 @@ class Bound:
     def seconds(self, state: State) -> float:
         """Return a lower bound on the seconds from a state to the goal."""
         links = self.space.links
-        moving = self.space.moving(state)
+        moving = self.space.movable_axes(state)
         leaving = state.to_reduce | state.must_leave & ~state.to_make_partial
         seconds = links.seconds(leaving, 0)
         # Local steps make values partial as in the destination. Each copies the finest shard at

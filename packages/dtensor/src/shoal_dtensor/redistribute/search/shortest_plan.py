@@ -348,7 +348,7 @@ class _Search:
         nearest = self.nearest_states.get(key)
         if nearest is None:
             space = self.space
-            axes = space.moving(state) & ~state.to_reduce
+            axes = space.movable_axes(state) & ~state.to_reduce
             states = [space.state(dims, *key) for dims in self.candidates.inside(space.whole, axes)]
             nearest = sorted([(self.bound(other), other) for other in states], key=itemgetter(0))
             self.nearest_states[key] = nearest
@@ -382,7 +382,7 @@ class _Search:
             # The path with one more collective has just been recorded. Other paths need at least
             # two, unless they slice by free axes before the one collective. Slices are varied in
             # this way only if all layouts are considered.
-            free_axes = self.space.moving(state) & ~state.sharding_axes
+            free_axes = self.space.movable_axes(state) & ~state.sharding_axes
             if not (self.candidates.complete and free_axes):
                 bound += self.least_latency
         if bound < self.cost_to_beat:

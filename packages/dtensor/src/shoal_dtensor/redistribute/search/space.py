@@ -241,7 +241,7 @@ class Space:
             dims.append(sharded)
         return tuple(dims)
 
-    def moving(self, state: State) -> int:
+    def movable_axes(self, state: State) -> int:
         """Return the axes that may still change: all but those that are partial as in `dst`."""
         # Example: for [P, S(0)] -> [P, R] it is axis 1, 0b10.
         final = self.partial & ~(state.to_reduce | state.to_make_partial)
@@ -354,7 +354,7 @@ class Candidates:
         self.ends = list(zip(start.dims, space.goal.dims, strict=True))
         # Choose k axes in any order, and divide this sequence among the dims. Example: 2 axes on 2
         # dims have 1 layout without sharding, 2 * 2 layouts by one axis and 2 * 3 by both.
-        axes = space.moving(start).bit_count()
+        axes = space.movable_axes(start).bit_count()
         dims = max(1, len(self.ends))
         layouts = 0
         for k in range(axes + 1):

@@ -143,7 +143,7 @@ def _dims_at_the_right(name: str, count: int, ndim: int) -> list[str]:
     return [""] * lacking + names
 
 
-def batched(call: OpCall) -> Iterator[Row]:
+def batch_rows(call: OpCall) -> Iterator[Row]:
     """Yield rows for leading dims that all operands share; the last two dims are matrices."""
     # If the batch dim of an operand is broadcast (size 1), there is no row. An operand without
     # batch dims, such as pivots, is replicated.
@@ -199,7 +199,7 @@ def trilinear(call: OpCall) -> Iterator[Row]:
 
 
 _MM = product("m k, k n -> m n", linear=(0, 1))
-_BATCHED = Rule(batched, unordered=True, skip_empty=True)
+_BATCHED = Rule(batch_rows, unordered=True, skip_empty=True)
 
 
 MATMUL: Table = family(
@@ -242,7 +242,7 @@ MATMUL: Table = family(
         "_linalg_check_errors": Rule(no_rows),
         # Its kernel is made of other operators, which use marks for conjugates.
         "linalg_pinv.atol_rtol_tensor*": Rule(
-            batched, lambda local_call: with_conjugates(local_call.call.op), skip_empty=True
+            batch_rows, lambda local_call: with_conjugates(local_call.call.op), skip_empty=True
         ),
         "linalg_cross": Rule(linalg_cross),
         "trace": product("m n -> ", linear=(0,), local=_trace),

@@ -224,7 +224,7 @@ _SCANS: dict[str, Callable[[Scan, Scan], Scan]] = {
 
 
 @along_dim
-def _scanned(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
+def _scan_shards(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
     """Scan locally and combine with the ends of the shards before, which every rank gathers."""
     scan_shard = functional(local_call.call)
     axes = spec.dim_sharding(dim).axes
@@ -270,8 +270,8 @@ ORDERING: Table = family(
         "argmax argmin max.dim max.dim_max min.dim min.dim_min": Rule(
             topk, _extremum, unordered=True, skip_empty=True
         ),
-        "cumsum": Rule(cumulative, _scanned, sizes=(), linear="self"),
-        "cumprod logcumsumexp": Rule(cumulative, _scanned, sizes=()),
-        "cummax cummin": Rule(cumulative, _scanned),
+        "cumsum": Rule(cumulative, _scan_shards, sizes=(), linear="self"),
+        "cumprod logcumsumexp": Rule(cumulative, _scan_shards, sizes=()),
+        "cummax cummin": Rule(cumulative, _scan_shards),
     }
 )

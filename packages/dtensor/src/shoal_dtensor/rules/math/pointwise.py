@@ -114,7 +114,7 @@ def _sums(call: OpCall) -> PartialRows:
     return rows
 
 
-def _negated(call: OpCall) -> PartialRows:
+def _partials_of_negation(call: OpCall) -> PartialRows:
     """Return partials of `neg`: a maximum of floats becomes a minimum and vice versa.
 
     This does not hold for integers, because the smallest integer does not have a negative, and
@@ -280,7 +280,7 @@ _RULES: dict[str, Rule] = {
     # -- linear
     "add sub": _SUM,
     "rsub": pointwise(partial=_sums),
-    "neg": pointwise(linear=(0,), partial=_negated),
+    "neg": pointwise(linear=(0,), partial=_partials_of_negation),
     "mul": pointwise(linear=(0, 1), partial=_joint("product")),
     "div true_divide divide": pointwise(partial=_linear_unless_rounded),
     "lerp": _linear_in((0, 1), averages=[(0,), (1,)]),

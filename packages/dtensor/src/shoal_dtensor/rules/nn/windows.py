@@ -74,7 +74,7 @@ def _windows(call: OpCall) -> dict[int, Windows]:
     if call.schema.outs:
         return {}
     if "upsample" in call.op.__name__:
-        return _enlarging(call)
+        return _windows_of_enlarged_dims(call)
     source = call["self"]
     pooled = call.get("grad_output") or call.outputs[0]
     spatial = spatial_dims(call)
@@ -108,7 +108,7 @@ def _divides_alike(windows: Windows, counts_padding: bool) -> bool:
     return not overhangs and (counts_padding or windows.padding == 0)
 
 
-def _enlarging(call: OpCall) -> dict[int, Windows]:
+def _windows_of_enlarged_dims(call: OpCall) -> dict[int, Windows]:
     """Return the windows of every spatial dim that is enlarged to a multiple of its size.
 
     Each input has the same number of outputs.
@@ -133,7 +133,7 @@ def _enlarging(call: OpCall) -> dict[int, Windows]:
     return windows
 
 
-def windowed(call: OpCall) -> Iterator[Row]:
+def window_rows(call: OpCall) -> Iterator[Row]:
     """Yield the rows of planes, then one row per spatial dim.
 
     Tensors of the size of the result are sharded like the result.
@@ -169,10 +169,10 @@ def _on_halos(local_call: LocalCall, halos: Halos) -> LocalFunction:
     if "output_size" in call.arguments:
         output_size = [*local_call.outputs[0].local_shape[-spatial:]]
         return with_arguments(call, output_size=output_size)
-    return with_arguments(call, **halos.unpadded(call, spatial))
+    return with_arguments(call, **halos.remaining_paddings(call, spatial))
 
 
-def _windowed(local_call: LocalCall) -> LocalFunction | None:
+def _run_with_halos(local_call: LocalCall) -> LocalFunction | None:
     """Run the operator, or its gradient, on a shard with halos.
 
     Other ranks send their part of the gradient of elements that their windows read.
@@ -200,7 +200,7 @@ def _windowed(local_call: LocalCall) -> LocalFunction | None:
         if is_empty:
             return result
         if not takes_maximum:
-            return halos.cropped(result)
+            return halos.crop_outputs(result)
         maxima, places = result
         global_places, _ = moved_between_boxes(places, local, whole, first)
         return maxima, global_places
@@ -217,7 +217,7 @@ def _windowed(local_call: LocalCall) -> LocalFunction | None:
         # Only the shape of the input is read.
         if "self" in call.places:
             args = (gradient.new_empty(halos.shape), *args[1:])
-        return halos.return_gradient(on_halos(halos.uncropped(gradient), *args, **kwargs))
+        return halos.return_gradient(on_halos(halos.pad_gradient(gradient), *args, **kwargs))
 
     return backwards if is_gradient else forwards
 
@@ -274,11 +274,11 @@ def _cases(call: OpCall) -> Iterator[tuple[Case, Traffic | None]]:
         case["out"] = S(channel, outputs)
         case["weight"] = S(0, unit)
         yield case, None
-    for dim, windows in _convolved(call).items():
+    for dim, windows in _windows_of_convolution(call).items():
         yield {"input": S(dim), "out": S(dim, map=windows)}, halo_traffic(windows, source, dim)
 
 
-def _convolved(call: OpCall) -> dict[int, Windows]:
+def _windows_of_convolution(call: OpCall) -> dict[int, Windows]:
     """Return the windows of every spatial dim; none for `out=` targets.
 
     The targets would have to be of the size of shards with halos.
@@ -353,12 +353,12 @@ def _convolve(local_call: LocalCall) -> LocalFunction | None:
     call = local_call.call
     source, weight, *_ = local_call.inputs
     shape = local_call.outputs[0].local_shape
-    halos = Halos(source, _convolved(call))
+    halos = Halos(source, _windows_of_convolution(call))
     groups = _local_groups(call, weight)
     is_empty = 0 in (*weight.local_shape, *shape, *halos.shape)
     if not halos and not is_empty:
         return None if groups == call["groups"] else with_arguments(call, groups=groups)
-    unpadded = halos.unpadded(call, weight.ndim - 2)
+    unpadded = halos.remaining_paddings(call, weight.ndim - 2)
     convolve = with_arguments(call, groups=groups, **unpadded)
     adds_bias_last = is_empty or (call["transposed"] and bool(halos))
     dims_behind_channel = len(shape) - 1 - _channel(call)
@@ -370,7 +370,7 @@ def _convolve(local_call: LocalCall) -> LocalFunction | None:
             result = with_dependence(x.new_zeros(shape), wide, weight)
         else:
             bias_of_kernel = None if adds_bias_last else bias
-            result = halos.cropped(convolve(wide, weight, bias_of_kernel, *args, **kwargs))
+            result = halos.crop_outputs(convolve(wide, weight, bias_of_kernel, *args, **kwargs))
         if adds_bias_last and bias is not None:
             return result + bias.view(per_channel)
         return result
@@ -385,7 +385,7 @@ def _convolve_backward(local_call: LocalCall) -> LocalFunction | None:
     """
     call = local_call.call
     gradient, source, weight = local_call.inputs
-    halos = Halos(source, _convolved(call))
+    halos = Halos(source, _windows_of_convolution(call))
     channel = _channel(call)
     wants_input, wants_weight, wants_bias = call["output_mask"]
     is_empty = 0 in (*gradient.local_shape, *weight.local_shape, *halos.shape)
@@ -399,7 +399,7 @@ def _convolve_backward(local_call: LocalCall) -> LocalFunction | None:
         return with_arguments(call, groups=groups, bias_sizes=bias_sizes)
     sums_bias_apart = is_empty or (call["transposed"] and bool(halos))
     kernel_mask = [wants_input, wants_weight, wants_bias and not sums_bias_apart]
-    unpadded = halos.unpadded(call, weight.ndim - 2)
+    unpadded = halos.remaining_paddings(call, weight.ndim - 2)
     sizes = {"groups": groups, "bias_sizes": bias_sizes}
     back = with_arguments(call, output_mask=kernel_mask, **sizes, **unpadded)
     other_dims = [d for d in range(gradient.ndim) if d != channel]
@@ -415,7 +415,7 @@ def _convolve_backward(local_call: LocalCall) -> LocalFunction | None:
             of_input = with_dependence(torch.zeros_like(wide), gradient)
             of_weight = with_dependence(torch.zeros_like(weight), gradient)
         else:
-            of_input, of_weight, of_bias = back(halos.uncropped(gradient), wide, weight, *args)
+            of_input, of_weight, of_bias = back(halos.pad_gradient(gradient), wide, weight, *args)
         if sums_bias_apart:
             of_bias = gradient.sum(other_dims)
         results: list[Tensor | None] = [None, None, None]
@@ -458,10 +458,10 @@ WINDOWED: Table = family(
         "channel_shuffle native_channel_shuffle": Rule(
             lambda call: rows_sharded_alike(call, 1), skip_empty=True
         ),
-        _MAXIMA: Rule(windowed, _windowed, skip_empty=True),
-        _SUMS: Rule(windowed, _windowed, skip_empty=True, linear="self input"),
+        _MAXIMA: Rule(window_rows, _run_with_halos, skip_empty=True),
+        _SUMS: Rule(window_rows, _run_with_halos, skip_empty=True, linear="self input"),
         backward(f"{_MAXIMA} {_SUMS}"): Rule(
-            windowed, _windowed, skip_empty=True, linear="grad_output"
+            window_rows, _run_with_halos, skip_empty=True, linear="grad_output"
         ),
         _PADS: Rule(planes, skip_empty=True, moves="self"),
         backward(f"{_PADS} {_SAMPLED}"): Rule(planes, skip_empty=True, linear="grad_output"),

@@ -185,7 +185,7 @@ def _view(local_call: LocalCall) -> LocalFunction:
     return lambda x, *args: x.view(shape)
 
 
-def _squeezed(call: OpCall) -> list[int]:
+def _dims_to_squeeze(call: OpCall) -> list[int]:
     """Return the dims to remove: requested dims that are 1 globally; others may be 1 locally."""
     source = call["self"]
     if "dim" in call.arguments and call["dim"] in ((), []):
@@ -200,7 +200,7 @@ def squeeze(call: OpCall) -> Iterator[Row]:
     A sharded dim of one element is held by one coordinate, which then holds the whole result, as a
     shard of any other dim.
     """
-    gone = _squeezed(call)
+    gone = _dims_to_squeeze(call)
     ndim = call["self"].ndim
     # Example: [0, 2] for (3, 1, 4) without dim 1.
     others = [d for d in range(ndim) if d not in gone]
@@ -212,7 +212,7 @@ def squeeze(call: OpCall) -> Iterator[Row]:
 
 
 def _squeeze(local_call: LocalCall) -> LocalFunction:
-    dims = tuple(_squeezed(local_call.call))
+    dims = tuple(_dims_to_squeeze(local_call.call))
     return lambda x, *args: x.squeeze(dims)
 
 

@@ -382,7 +382,7 @@ def _by_row(
     call = OpCall(local.op, positional, named, metas_in, outputs=metas)
     if call.has_data_dependent_shape or rule.kind == "dynamic":
         return _Refusal("the shape of its result depends on values", None)
-    sharding = _unmoved(rule, call, inputs)
+    sharding = _shard_in_place(rule, call, inputs)
     if isinstance(sharding, _Refusal):
         return sharding
     for spec, output in zip(sharding.outputs, local.outputs, strict=True):
@@ -402,10 +402,10 @@ def _by_row(
     return sharding.outputs
 
 
-def _unmoved(rule: Rule, call: OpCall, inputs: tuple[Spec, ...]) -> Sharding | _Refusal:
+def _shard_in_place(rule: Rule, call: OpCall, inputs: tuple[Spec, ...]) -> Sharding | _Refusal:
     """Return the sharding in which no operand moves, or the moves that the rule would make."""
     if rule.kind == "each":
-        return _unmoved_each(rule, call, inputs)
+        return _shard_each_in_place(rule, call, inputs)
     mesh = inputs[0].mesh
     problem = ShardingProblem(inputs, call.outputs, call.fixed, (), unordered=rule.unordered)
     rows = rule.rows_of(call)
@@ -421,7 +421,7 @@ def _unmoved(rule: Rule, call: OpCall, inputs: tuple[Spec, ...]) -> Sharding | _
     )
 
 
-def _unmoved_each(rule: Rule, call: OpCall, inputs: tuple[Spec, ...]) -> Sharding | _Refusal:
+def _shard_each_in_place(rule: Rule, call: OpCall, inputs: tuple[Spec, ...]) -> Sharding | _Refusal:
     """Return the layouts of a `foreach` call if no element needs a move; else the refusal."""
     outputs: dict[int, Spec] = {}
     for element, indices, results in elements_of(call):

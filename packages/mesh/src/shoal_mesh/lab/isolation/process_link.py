@@ -53,7 +53,7 @@ class ProcessLink(SchedulerLink):
         self._lock = threading.Lock()
         self._numbers = count()
         self._threads = count()
-        self._own = threading.local()
+        self._of_this_thread = threading.local()
         # wait for the first turn of this rank
         self._receive()
 
@@ -146,11 +146,11 @@ class ProcessLink(SchedulerLink):
 
     def _connection(self) -> Connection:
         """Return the connection of this thread; the first thread is the main one."""
-        connection: Connection | None = getattr(self._own, "connection", None)
+        connection: Connection | None = getattr(self._of_this_thread, "connection", None)
         if connection is None:
             connection = Client(self._address, family="AF_UNIX")
             connection.send(Hello(self.facts.rank, next(self._threads)))
-            self._own.connection = connection
+            self._of_this_thread.connection = connection
         return connection
 
 

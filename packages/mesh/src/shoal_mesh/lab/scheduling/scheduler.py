@@ -462,9 +462,9 @@ class Scheduler:
         ticket = request.ticket
         assert ticket is not None, "a request has a ticket or a store"
         verb = "polls" if request.kind == "poll" else "waits in"
-        return RankReport(rank, verb, ticket.call, missing=self._missing(ticket))
+        return RankReport(rank, verb, ticket.call, missing=self._missing_ranks(ticket))
 
-    def _missing(self, ticket: Ticket) -> tuple[int, ...]:
+    def _missing_ranks(self, ticket: Ticket) -> tuple[int, ...]:
         """Return the global ranks that a call waits for."""
         call = ticket.call
         ranks = call.group.ranks
