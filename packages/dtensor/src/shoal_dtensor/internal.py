@@ -18,16 +18,24 @@ from ._torch.interception import (
     TorchDispatchMode,
     guard_memory_exports,
 )
-from ._torch.operators import DataDependentError, signature_of
+from ._torch.operators import (
+    DataDependentError,
+    assert_on_device,
+    overload_name,
+    signature_of,
+)
 from ._torch.tensors import (
     FakeTensor,
     FakeTensorMode,
     TensorNote,
+    accumulation_hooks,
     apply,
     backward_number,
     disabled_torch_function,
     dispatch_modes,
+    gradient_hooks,
     in_backward,
+    is_zero_without_memory,
     local_of,
     make_wrapper,
     memory_of,

@@ -321,6 +321,11 @@ def is_live(group: ProcessGroup) -> bool:
     return group in _c10d._world.pg_map
 
 
+def is_in_python(group: ProcessGroup) -> bool:
+    """Return whether a group is an object of a Python class that has none of torch's backends."""
+    return type(group) is not ProcessGroup and not group._device_types
+
+
 def is_on_gloo(group: ProcessGroup) -> bool:
     """Return whether the group is one of torch's own class whose gloo backend sends CPU tensors."""
     return type(group) is ProcessGroup and "cpu:gloo" in backend_config(group).split(",")

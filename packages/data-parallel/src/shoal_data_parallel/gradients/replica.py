@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 from weakref import WeakMethod
 
 import torch
@@ -23,7 +23,14 @@ from torch.autograd import Function
 
 from shoal_dtensor import DTensor, Replicate, Spec
 from shoal_dtensor.errors import StyleError
-from shoal_dtensor.internal import ShardsInFlight, grad_hooked, leaf_route, local_of
+from shoal_dtensor.internal import (
+    ShardsInFlight,
+    accumulation_hooks,
+    grad_hooked,
+    gradient_hooks,
+    leaf_route,
+    local_of,
+)
 
 from .._torch import run_when_ready
 from ..parameters.data_axes import DataAxes
@@ -142,7 +149,7 @@ class Replica:
         if grad is None or not is_returned:
             return None
         # autograd calls hooks in the order of their registration
-        hook_ids = list(cast(Any, self.leaf)._backward_hooks)
+        hook_ids = list(gradient_hooks(self.leaf))
         is_called_last = hook_ids[-1] == self.hook_handle.id
         if not is_called_last:
             raise StyleError(
@@ -165,7 +172,7 @@ class Replica:
                 "when gradients are reduced"
             )
         # one of the hooks belongs to the buckets
-        if not has_shard and len(self.leaf._post_accumulate_grad_hooks or ()) > 1:
+        if not has_shard and len(accumulation_hooks(self.leaf) or ()) > 1:
             raise StyleError(
                 "replicate: a parameter has a post-accumulate-grad hook, which would get the "
                 "gradient of this rank's rows only; move the hook's work after backward(), when "

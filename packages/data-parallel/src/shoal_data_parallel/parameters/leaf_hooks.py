@@ -13,6 +13,8 @@ from weakref import ref
 
 from torch import Tensor, nn
 
+from shoal_dtensor.internal import accumulation_hooks
+
 from .sharded_parameters import ShardedParameter
 
 
@@ -81,7 +83,7 @@ class SilentHooks:
 
     def silence(self, leaf: nn.Parameter) -> None:
         """Remove the hooks of a leaf until the pass is over, unless it has got a gradient."""
-        hooks = leaf._post_accumulate_grad_hooks or {}
+        hooks = accumulation_hooks(leaf) or {}
         if hooks and id(leaf) not in self._with_gradient:
             self._removed[id(leaf)] = leaf, dict(hooks)
             # autograd holds this very dict
@@ -92,7 +94,7 @@ class SilentHooks:
         self._with_gradient.add(id(leaf))
         _, hooks = self._removed.pop(id(leaf), (leaf, {}))
         if hooks:
-            leaf._post_accumulate_grad_hooks.update(hooks)
+            accumulation_hooks(leaf).update(hooks)
 
     def restore(self) -> None:
         """Give all leaves their hooks back."""

@@ -26,6 +26,7 @@ from shoal_dtensor.internal import (
     eager_only,
     in_backward,
     is_compiling,
+    is_zero_without_memory,
     local_shard,
     open_blocks,
     pytree,
@@ -403,7 +404,7 @@ def _guard(forward: Forward) -> saved_tensors_hooks:
     def pack(tensor: Tensor) -> Any:
         local = local_shard(tensor) if isinstance(tensor, DTensor) else tensor
         # the zeros of a tangent have no memory
-        has_memory = type(local) is Tensor and not local._is_zerotensor()
+        has_memory = type(local) is Tensor and not is_zero_without_memory(local)
         is_view = has_memory and local.untyped_storage().data_ptr() in gathered_memory
         if is_view or type(local) in classes:
             # a tensor that may have no memory when it is read

@@ -30,6 +30,10 @@ META = torch.device("meta")
 
 # The signature of an overload: its name, arguments and results.
 signature_of: Callable[[Any], torch.FunctionSchema] = attrgetter("_schema")
+# The name of an overload among those of its operator: "Tensor" of `aten.add.Tensor`.
+overload_name: Callable[[Any], str] = attrgetter("_overloadname")
+# Ends the program with a text if a bool tensor is false; an accelerator reads it without the host.
+assert_on_device: Callable[[torch.Tensor, str], None] = torch.ops.aten._assert_async.msg
 
 # A function that builds the arguments of a call, with tensors on the given device.
 Build = Callable[[torch.device], tuple[Sequence[Any], Mapping[str, Any]]]

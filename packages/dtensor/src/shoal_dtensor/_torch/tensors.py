@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from inspect import signature
+from operator import attrgetter
 from typing import Any
 from weakref import ref
 
@@ -33,6 +34,11 @@ make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
 wrap_local: Callable[..., Any] = torch.Tensor._dtensor__new__
 in_inference_mode: Callable[[], bool] = torch.is_inference_mode_enabled
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+# The hooks of a tensor by their number, or None: on the gradient, and after it is accumulated.
+gradient_hooks: Callable[[Any], Any] = attrgetter("_backward_hooks")
+accumulation_hooks: Callable[[Any], Any] = attrgetter("_post_accumulate_grad_hooks")
+# whether a tensor is a zero without memory, as autograd makes for tangents
+is_zero_without_memory: Callable[[torch.Tensor], bool] = torch.Tensor._is_zerotensor
 # torch's own attributes, which a subclass may override
 BASE: Any = torch._C.TensorBase
 # bypasses `Tensor.split`, a Python method that costs 2 us

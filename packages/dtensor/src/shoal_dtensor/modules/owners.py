@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shoal_mesh import DeviceMesh
 
-from .._torch.tensors import TensorNote
+from .._torch.tensors import TensorNote, accumulation_hooks, gradient_hooks
 from ..errors import LayoutError, StyleError, UnsupportedModuleError
 from ..tensor.dtensor import DTensor
 
@@ -244,7 +244,7 @@ def _hooks(param: Any) -> tuple[_Hooks, _Hooks]:
     state: _CarriedState | None = getattr(param, _STATE, None)
     if state:
         return state.hooks
-    return param._backward_hooks or {}, param._post_accumulate_grad_hooks or {}
+    return gradient_hooks(param) or {}, accumulation_hooks(param) or {}
 
 
 def has_hooks(param: Tensor) -> bool:
@@ -256,8 +256,8 @@ def has_own_hooks(param: Any) -> bool:
     """Tell whether a DTensor parameter has its user's gradient hooks besides carried-over hooks."""
     if not isinstance(param, DTensor):
         return False
-    tensor_hooks = param._backward_hooks or {}
-    post_hooks = param._post_accumulate_grad_hooks or {}
+    tensor_hooks = gradient_hooks(param) or {}
+    post_hooks = accumulation_hooks(param) or {}
     attached = [
         hook
         for hook in tensor_hooks.values()

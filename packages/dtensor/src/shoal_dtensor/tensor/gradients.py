@@ -23,7 +23,15 @@ import torch
 from torch import Tensor
 
 from .._torch.compiling import is_compiling, is_tracing, whole_when_compiled
-from .._torch.tensors import apply, at_end_of_backward, backward_number, is_transformed, will_run
+from .._torch.tensors import (
+    accumulation_hooks,
+    apply,
+    at_end_of_backward,
+    backward_number,
+    gradient_hooks,
+    is_transformed,
+    will_run,
+)
 from ..errors import SecondOrderError
 from ..layout.spec import Spec
 from ..redistribute.plan import plan as find_plan
@@ -160,7 +168,7 @@ def leaf_route(node: Any) -> GradRoute:
 def grad_hooked(param: Any) -> bool:
     """Tell whether hooks of the user observe the gradient of a parameter."""
     # One hook is the DTensor's own; it changes nothing about a gradient with the leaf's spec.
-    return len(param._backward_hooks or ()) > 1 or bool(param._post_accumulate_grad_hooks)
+    return len(gradient_hooks(param) or ()) > 1 or bool(accumulation_hooks(param))
 
 
 _OF_LOWERED = (
@@ -283,7 +291,7 @@ def _target(leaf: Spec, grad: Spec) -> Spec | None:
 
 def install_gradient_hook(cls: Any, leaf: Any) -> None:
     """Give the gradients of a leaf its current layout: one hook, however often this is called."""
-    hooks = leaf._backward_hooks or {}
+    hooks = gradient_hooks(leaf) or {}
     for name, hook in hooks.items():
         if type(hook) is ParameterGradientHook:
             hooks[name] = ParameterGradientHook(cls, leaf._spec)

@@ -220,7 +220,7 @@ class Comm:
             order=order,
             backend=backend,
             on_gloo=_torch.is_on_gloo(group),
-            in_python=type(group) is not ProcessGroup and not group._device_types,
+            in_python=_torch.is_in_python(group),
             _world=world,
             _place=world_place(),
             _choice=choice,

@@ -343,7 +343,7 @@ class CommDebugMode(_torch.TorchDispatchMode):
             is_plain = cls.__torch_dispatch__ is Tensor.__torch_dispatch__
             if not is_plain and cls is not _torch.FakeTensor:
                 return self._run_subclass(func, args, kwargs or {})
-        name = func._overloadpacket.__name__
+        name = func.overloadpacket.__name__
         if in_observed():
             return func(*args, **(kwargs or {}))
         if func.namespace == "c10d":

@@ -255,7 +255,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, and record its results."""
         result = func(*args, **(kwargs or {}))
-        is_skipped = func._overloadpacket.__name__.startswith(_SKIPPED)
+        is_skipped = func.overloadpacket.__name__.startswith(_SKIPPED)
         if self._is_recording or func.namespace != "aten" or is_skipped:
             return result
         name = f"{func} in {self._current_part()}"

@@ -15,7 +15,14 @@ from torch import Tensor
 
 from shoal_dtensor import Placement, Replicate
 from shoal_dtensor.errors import SpmdTypeError
-from shoal_dtensor.internal import FakeTensorMode, TorchDispatchMode, pytree, signature_of, spmd
+from shoal_dtensor.internal import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    overload_name,
+    pytree,
+    signature_of,
+    spmd,
+)
 from shoal_mesh import DeviceMesh
 
 from ..collectives import all_gather, all_reduce, all_to_all, reduce_scatter
@@ -91,7 +98,7 @@ def _describe_call(func: Any, args: Any, kwargs: Any, outputs: Sequence[Any]) ->
     dim = kept.get("dim")
     if isinstance(dim, int) and dim < 0 and isinstance(values.get("self"), Tensor | TracedValue):
         kept["dim"] = dim + len(values["self"].shape)
-    return (name, func._overloadname, kept, shapes)
+    return (name, overload_name(func), kept, shapes)
 
 
 def _plain(value: Any) -> object:

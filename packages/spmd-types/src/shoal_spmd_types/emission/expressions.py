@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from shoal_dtensor.internal import Step, signature_of
+from shoal_dtensor.internal import Step, overload_name, signature_of
 
 from .recorder import EmissionError
 from .trace import TracedOperation, TracedValue
@@ -141,7 +141,7 @@ def _special_texts(
 def _path(operator: Any) -> str:
     """Return the path of an operator below `torch.ops`, such as `aten.add.Tensor`."""
     namespace, _, name = signature_of(operator).name.partition("::")
-    return f"{namespace}.{name}.{operator._overloadname}"
+    return f"{namespace}.{name}.{overload_name(operator)}"
 
 
 def _named_arguments(kwargs: Mapping[str, Any], name_of: NameOf) -> list[str]:

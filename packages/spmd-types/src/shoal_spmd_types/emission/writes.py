@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shoal_dtensor.internal import signature_of
+from shoal_dtensor.internal import overload_name, signature_of
 
 # for a view, the operator that returns its source with another view inside
 _SCATTERS = {
@@ -54,4 +54,4 @@ def written_form(operator: Any) -> Any:
     packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
     if not name.endswith("_") or packet is None:
         return None
-    return getattr(packet, operator._overloadname, None)
+    return getattr(packet, overload_name(operator), None)

@@ -9,12 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from shoal_dtensor import DTensor, Placement, Replicate, Shard, StridedShard, full_tensor
 from shoal_dtensor.errors import LayoutError, OperatorIndexError
-from shoal_dtensor.internal import FakeTensor, current_arithmetic, is_compiling, shard_sizes
+from shoal_dtensor.internal import (
+    FakeTensor,
+    assert_on_device,
+    current_arithmetic,
+    is_compiling,
+    shard_sizes,
+)
 from shoal_mesh import Comm, DeviceMesh, differentiable
 from shoal_mesh.internal import OldAttribute, tree_sum
 
@@ -146,7 +151,7 @@ def check_targets(targets: Tensor, vocab: Vocab, ignored: int | None = None) -> 
         allowed += f", or ignore_index ({ignored})"
     if is_compiling() or not targets.is_cpu or isinstance(targets, FakeTensor):
         message = f"a target is out of bounds: targets must be {allowed}"
-        torch.ops.aten._assert_async.msg(is_valid.all(), message)
+        assert_on_device(is_valid.all(), message)
     elif not is_valid.all():
         wrong = targets[~is_valid].reshape(-1)[0].item()
         raise OperatorIndexError(f"target {wrong} is out of bounds: targets must be {allowed}")

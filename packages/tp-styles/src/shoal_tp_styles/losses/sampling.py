@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shoal_dtensor.errors import OperatorArgumentError
-from shoal_dtensor.internal import FakeTensor, is_compiling
+from shoal_dtensor.internal import FakeTensor, assert_on_device, is_compiling
 from shoal_mesh import all_gather, all_reduce
 from shoal_mesh.internal import all_reduce_
 
@@ -120,6 +120,6 @@ def _check_mass(mass: Tensor) -> None:
     is_valid = mass.isfinite()
     message = "cannot sample from a row of logits that contains NaN or +inf, or is -inf everywhere"
     if is_compiling() or not mass.is_cpu or isinstance(mass, FakeTensor):
-        torch.ops.aten._assert_async.msg(is_valid.all(), message)
+        assert_on_device(is_valid.all(), message)
     elif not is_valid.all():
         raise OperatorArgumentError(message)

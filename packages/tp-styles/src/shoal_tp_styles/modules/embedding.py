@@ -21,6 +21,7 @@ from shoal_dtensor.errors import LayoutError, OperatorIndexError, UnsupportedMod
 from shoal_dtensor.internal import (
     FakeTensor,
     apply,
+    assert_on_device,
     first_order_only,
     is_compiling,
     selectively_checkpointed,
@@ -51,7 +52,7 @@ def check_ids(tokens: Tensor, rows: int) -> None:
     is_deferred = is_compiling() or not tokens.is_cpu or isinstance(tokens, FakeTensor)
     if is_deferred:
         message = f"an id is out of bounds for a table of {rows} rows"
-        torch.ops.aten._assert_async.msg(valid.all(), message)
+        assert_on_device(valid.all(), message)
     elif not valid.all():
         first = tokens[~valid][0].item()
         raise OperatorIndexError(f"id {first} is out of bounds for a table of {rows} rows")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shoal_mesh import all_reduce
 
+from ..._torch.operators import assert_on_device
 from ..._torch.tensors import TRACED
 from ...errors import OperatorArgumentError, OperatorIndexError
 from ...layout.spec import Spec
@@ -254,7 +255,7 @@ def check_values(is_valid: Tensor, message: str) -> None:
     runs.
     """
     if is_valid.device.type != "cpu" or isinstance(is_valid, TRACED):
-        torch.ops.aten._assert_async.msg(is_valid.all(), message)
+        assert_on_device(is_valid.all(), message)
     elif not is_valid.all():
         raise OperatorArgumentError(message)
 
@@ -269,7 +270,7 @@ def check_bounds(index: Tensor, is_valid: Tensor, length: int) -> None:
     """
     message = f"out of bounds for a dim of {length} elements"
     if index.device.type != "cpu" or isinstance(index, TRACED):
-        torch.ops.aten._assert_async.msg(is_valid.all(), f"index {message}")
+        assert_on_device(is_valid.all(), f"index {message}")
     elif not is_valid.all():
         first = index[~is_valid].reshape(-1)[0].item()
         raise OperatorIndexError(f"index {first} is {message}")
