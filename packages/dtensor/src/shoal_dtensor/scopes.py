@@ -102,7 +102,7 @@ def unknown_ops(policy: Unknown) -> Iterator[None]:
         >>> with unknown_ops("error"):
         ...     pass
     """
-    _check("unknown_ops", policy, get_args(Unknown))
+    _check_policy("unknown_ops", policy, get_args(Unknown))
     with change_settings(unknown=policy):
         yield
 
@@ -128,7 +128,7 @@ def communication(policy: Communication) -> Iterator[None]:
         >>> with communication("forbid"):
         ...     pass
     """
-    _check("communication", policy, get_args(Communication))
+    _check_policy("communication", policy, get_args(Communication))
     with change_settings(communication=policy):
         yield
 
@@ -172,7 +172,7 @@ def replicas_are_compared() -> bool:
     return context_scope().replicas_checked or in_lockstep()
 
 
-def _check(setting: str, got: str, allowed: tuple[str, ...]) -> None:
+def _check_policy(setting: str, got: str, allowed: tuple[str, ...]) -> None:
     if got not in allowed:
         raise ArgumentValueError(f"{setting}: expected one of {', '.join(allowed)}, got {got!r}")
 

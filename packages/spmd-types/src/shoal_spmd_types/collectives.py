@@ -85,7 +85,7 @@ def all_reduce(  # noqa: PLR0913  # the public package's arguments
         raise ArgumentValueError(
             f"all_reduce: the reduction {reduce_op!r} is not differentiable; pass x.detach()"
         )
-    _check(x, line, src, "all_reduce")
+    _check_source(x, line, src, "all_reduce")
     step = TypeStep("all_reduce", reduce_op=reduce_op, in_place=inplace)
     back = TypeStep("all_reduce" if dst is R else "keep")
     steps = (step, back)
@@ -148,7 +148,7 @@ def all_gather(  # noqa: PLR0913  # the public package's arguments
     ndim = x.ndim + 1 if stacks else x.ndim
     dim = _dim_of("all_gather: src", src, gather_dim, ndim)
     sizes = _read_sizes("all_gather", "src", src, split_sizes)
-    _check(x, line, src, "all_gather")
+    _check_source(x, line, src, "all_gather")
     step = TypeStep("all_gather", dim, stacks, sizes=sizes)
     back = TypeStep("reduce_scatter" if dst is R else "slice", dim, stacks, sizes=sizes)
     steps = (step, back)
@@ -218,7 +218,7 @@ def reduce_scatter(  # noqa: PLR0913  # the public package's arguments
             f"reduce_scatter to V: dim {dim} of {tuple(x.shape)} must have exactly one entry for "
             f"each of {line.size} ranks; use dst=S({dim}) for several"
         )
-    _check(x, line, src, "reduce_scatter")
+    _check_source(x, line, src, "reduce_scatter")
     step = TypeStep("reduce_scatter", dim, stacks, sizes=sizes)
     back = TypeStep("all_gather", dim, stacks, sizes=sizes)
     steps = (step, back)
@@ -287,7 +287,7 @@ def all_to_all(  # noqa: PLR0913  # the public package's arguments
         raise ArgumentValueError(
             f"all_to_all: split sizes need src=S(0) and dst=S(0), got {src} and {dst}"
         )
-    _check(x, line, src, "all_to_all")
+    _check_source(x, line, src, "all_to_all")
     exchanges_rows = is_uneven
     if src is dst and isinstance(src, Shard):
         exchanges_rows = is_uneven or src.resolve(x.ndim).dim == 0
@@ -466,7 +466,7 @@ def unshard(  # noqa: PLR0913  # the public package's arguments
     )
 
 
-def _check(x: Tensor, line: Line, src: AxisType, call: str) -> None:
+def _check_source(x: Tensor, line: Line, src: AxisType, call: str) -> None:
     """Compare the tensor's type with the source type.
 
     In a reduction, V is accepted for P along a local axis.

@@ -301,7 +301,7 @@ def _load_states(
     state = nest_state(state, target["param_groups"])
     structure = _structure(state, options)
     add_frozen_states(optimizers, target, structure.get("state", {}))
-    _check(structure, target)
+    _check_structure(structure, target)
     if options.strict:
         check_complete(structure, target)
     if options.full_state_dict:
@@ -346,7 +346,7 @@ def _shard_state(state: Any, target: Mapping[str, Any], options: Any) -> dict[st
             f"the state dict does not fit the model: missing {missing}, unexpected {unexpected}; "
             "strict=False loads the common entries"
         )
-    _check(structure, target)
+    _check_structure(structure, target)
     return _in_layouts_of(structure, state, target, options)
 
 
@@ -407,7 +407,7 @@ def _without_values(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def _check(structure: Mapping[str, Any], target: Mapping[str, Any]) -> None:
+def _check_structure(structure: Mapping[str, Any], target: Mapping[str, Any]) -> None:
     """Raise for entries of a structure that do not fit the target.
 
     With a broadcast the structure is the same on all ranks, and therefore the error is too.

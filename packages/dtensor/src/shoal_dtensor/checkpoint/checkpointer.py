@@ -205,7 +205,7 @@ class Checkpointer:
         numbers = agree(self.steps, group, CheckpointError)[0]
         for number in numbers if step is None else [step]:
             try:
-                agree(partial(self._check, number), group, CheckpointError)
+                agree(partial(self._verify_files, number), group, CheckpointError)
             except CheckpointError as error:
                 if step is not None:
                     raise
@@ -311,7 +311,7 @@ class Checkpointer:
             raise CheckpointError(f"step {step} was not saved: {_failures(error)}") from error
         written = agree(read_back, group, CheckpointError)
         agree(complete, group, CheckpointError)
-        agree(partial(self._check, step), group, CheckpointError)
+        agree(partial(self._verify_files, step), group, CheckpointError)
         agree(lambda: self._remove_older() if is_first_rank else None, group, CheckpointError)
 
     def _remove_older(self) -> None:
@@ -343,7 +343,7 @@ class Checkpointer:
             )
         return files
 
-    def _check(self, step: int) -> None:
+    def _verify_files(self, step: int) -> None:
         """Verify sizes and digests of this rank's part of a step's files against the manifest."""
         files = sorted(self._manifest(step).items())
         own_files = files[dist.get_rank() :: dist.get_world_size()]

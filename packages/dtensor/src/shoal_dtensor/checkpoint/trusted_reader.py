@@ -79,7 +79,7 @@ class TrustedReader(FileSystemReader):
         try:
             data = (self._folder / ".metadata").read_bytes()
             metadata: Any = _Unpickler(io.BytesIO(data)).load()
-            _check(metadata, self._sizes)
+            _check_metadata(metadata, self._sizes)
         except CheckpointError:
             raise
         # Broken bytes may raise any error.
@@ -120,7 +120,7 @@ def _load_value(name: str, value: io.BytesIO) -> Any:
         ) from error
 
 
-def _check(metadata: Any, sizes: Mapping[str, int]) -> None:
+def _check_metadata(metadata: Any, sizes: Mapping[str, int]) -> None:
     """Raise CheckpointError unless every value has its parts, and every part has its bytes."""
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise CheckpointError("the metadata of the checkpoint have an unexpected class")

@@ -91,7 +91,7 @@ def _plan(
     of a mesh does. The arguments are positional, because keywords double the time of a look-up.
     """
     topology, version = versioned
-    _check(src, dst)
+    _check_same_tensor(src, dst)
 
     is_across = src.mesh != dst.mesh
     is_strided = src.is_strided or dst.is_strided
@@ -138,7 +138,7 @@ def alternatives(
 
     The first is the plan that `plan` chooses, the others are the plans that it rejects.
     """
-    _check(src, dst)
+    _check_same_tensor(src, dst)
     if src.is_strided or dst.is_strided:
         return [plan(src, dst, topology=topology, memory_limit=memory_limit)]
     return cheapest_plans(src, dst, links_of(src.mesh, topology), memory_limit, wanted=count)
@@ -163,7 +163,7 @@ def _links(mesh: DeviceMesh, topology: Topology | None, version: int) -> Links:
     return Links(tuple(mesh.shape), latency, bandwidth)
 
 
-def _check(src: Spec, dst: Spec) -> None:
+def _check_same_tensor(src: Spec, dst: Spec) -> None:
     """Raise an error unless two specs have the same shape and dtype."""
     if src.shape != dst.shape or src.dtype != dst.dtype:
         source = f"{tuple(src.shape)} {src.dtype}"

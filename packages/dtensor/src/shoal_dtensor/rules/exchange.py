@@ -145,7 +145,7 @@ class Relocation:
             parts = [x.narrow(self.dim, block.in_shard, block.length) for block in blocks]
             sent.append(parts)
         arriving = [self._in_wanted(result, blocks) for blocks in self.receives]
-        self._exchange(sent, arriving, x, result)
+        self._exchange_blocks(sent, arriving, x, result)
         return result
 
     def backwards(self, gradient: Tensor) -> Tensor:
@@ -158,9 +158,9 @@ class Relocation:
         for blocks in self.sends:
             shapes = [self._shape(gradient, block.length) for block in blocks]
             arriving.append([gradient.new_empty(shape) for shape in shapes])
-        self._exchange(sent, arriving, gradient, total)
+        self._exchange_blocks(sent, arriving, gradient, total)
         for blocks, summands in zip(self.sends, arriving, strict=True):
-            # In `arriving`, `_exchange` has appended an empty tensor to this rank's own list. It
+            # In `arriving`, `_exchange_blocks` has appended an empty tensor to this rank's own list. It
             # does not have a block, so `zip` drops it.
             for block, summand in zip(blocks, summands, strict=False):
                 total.narrow(self.dim, block.in_shard, block.length).add_(summand)
@@ -170,7 +170,7 @@ class Relocation:
         """Return the views of some blocks in a tensor with the wanted range."""
         return [tensor.narrow(self.dim, block.in_wanted, block.length) for block in blocks]
 
-    def _exchange(
+    def _exchange_blocks(
         self, blocks: list[list[Tensor]], out: list[list[Tensor]], source: Tensor, result: Tensor
     ) -> None:
         """Send each rank its list of blocks; receive each rank's blocks in the tensors of `out`.

@@ -68,7 +68,7 @@ def all_to_all_blocks(blocks: Blocks, comm: Along, out: Blocks) -> Blocks:
         tensor([5., 5.])
     """
     comm = comm if type(comm) is Comm else resolve(comm)
-    has_subclasses = _check(blocks, comm, out)
+    has_subclasses = _check_blocks(blocks, comm, out)
     refuse_transformed(chain.from_iterable((*blocks, *out)))
     if loses_gradient(chain.from_iterable((*blocks, *out))):
         received = [_empty_like(outputs) for outputs in out]
@@ -78,7 +78,7 @@ def all_to_all_blocks(blocks: Blocks, comm: Along, out: Blocks) -> Blocks:
     elif comm.size == 1:
         _copy_each(blocks[0], out[0])
     else:
-        _exchange(blocks, comm, out)
+        _exchange_blocks(blocks, comm, out)
     return out
 
 
@@ -98,7 +98,7 @@ def _exchange_plain(blocks: Blocks, comm: Comm, out: Blocks) -> None:
             place.copy_(plain)
 
 
-def _exchange(blocks: Blocks, comm: Comm, out: Blocks) -> None:
+def _exchange_blocks(blocks: Blocks, comm: Comm, out: Blocks) -> None:
     """Run the collective on plain tensors, between several ranks.
 
     The message of rank 1 of 3, whose own blocks b are copied straight to their places:
@@ -247,7 +247,7 @@ def _unpack(flat: Tensor, out: Sequence[Tensor]) -> None:
         _copy_each(parts_like(flat, filled), filled)
 
 
-def _check(blocks: Blocks, comm: Comm, out: Blocks) -> bool:
+def _check_blocks(blocks: Blocks, comm: Comm, out: Blocks) -> bool:
     """Check the arguments of this rank; return whether any block is of a tensor subclass."""
     allowed = "all_to_all_blocks takes one list of tensors per rank"
     require_each(blocks, Sequence, allowed, CollectiveTypeError)

@@ -225,7 +225,7 @@ class C10dTransport(Transport):
         return BackendWork(work, self._group, None)
 
     def all_to_all(self, tensor: Tensor, out: Tensor) -> Handle:
-        return self._exchange("all_to_all", tensor, out, _EVEN, receive=_EVEN)
+        return self._start_exchange("all_to_all", tensor, out, _EVEN, receive=_EVEN)
 
     def all_to_all_v(
         self, flat: Tensor, out: Tensor, send: list[int], receive: list[int]
@@ -235,9 +235,9 @@ class C10dTransport(Transport):
         if not flat.numel() and self._fake:
             flat = out.zero_()
             send = receive
-        return self._exchange("all_to_all_v", flat, out, send, receive=receive)
+        return self._start_exchange("all_to_all_v", flat, out, send, receive=receive)
 
-    def _exchange(
+    def _start_exchange(
         self, kind: str, tensor: Tensor, out: Tensor, send: list[int], *, receive: list[int]
     ) -> Handle:
         sent = tensor

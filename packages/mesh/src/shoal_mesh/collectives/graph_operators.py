@@ -45,7 +45,7 @@ def _rows(operand: Tensor, count: int) -> Tensor:
     return operand.new_empty((count, *operand.shape[1:]))
 
 
-def _exchange(operand: Tensor, receive: list[int], send: list[int], group: str) -> Tensor:
+def _exchange_rows(operand: Tensor, receive: list[int], send: list[int], group: str) -> Tensor:
     """Exchange blocks of rows, (sum(send), ...) -> (sum(receive), ...)."""
     row_shape = operand.shape[1:]
     row_elements = prod(row_shape)
@@ -76,7 +76,7 @@ OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         lambda operand, op, size, group: _rows(operand, operand.shape[0] // size),
     ),
     "all_to_all_single(Tensor operand, SymInt[] receive, SymInt[] send, str group) -> Tensor": (
-        _exchange,
+        _exchange_rows,
         lambda operand, receive, send, group: _rows(operand, sum(receive)),
     ),
     "contribution(Tensor operand, bool held, Scalar other) -> Tensor": (

@@ -256,7 +256,7 @@ class ShardedOptimizer(optim.Optimizer):
             )
         state = state_dict["state"]
         groups = state_dict["param_groups"]
-        self._check(state, groups)
+        self._check_state(state, groups)
         loaded: dict[torch.Tensor, dict[str, Any]] = {}
         for name in sorted(state):
             parameter = self.named_params[name]
@@ -277,7 +277,7 @@ class ShardedOptimizer(optim.Optimizer):
         self.state.clear()
         self.state.update(loaded)
 
-    def _check(self, state: Mapping[str, Any], groups: list[Any]) -> None:
+    def _check_state(self, state: Mapping[str, Any], groups: list[Any]) -> None:
         """Raise CheckpointError unless a state dict fits the parameters and groups."""
         wrong = [name for name, entries in state.items() if not isinstance(entries, Mapping)]
         are_mappings = all(isinstance(group, Mapping) for group in groups)

@@ -216,7 +216,7 @@ def linear_cross_entropy(  # noqa: PLR0913  # torch's signature, and options of 
         ...     print(linear_cross_entropy(torch.randn(2, 8), head, torch.tensor([0, 3])))
         tensor(1.3863)
     """
-    _check(input, linear_weight, target)
+    _check_operands(input, linear_weight, target)
     if vocab is None or isinstance(linear_weight, DTensor):
         real = None if vocab is None else vocab.real
         vocab = Vocab.of(linear_weight, 0, real)
@@ -245,7 +245,7 @@ def linear_cross_entropy(  # noqa: PLR0913  # torch's signature, and options of 
     return reduce_losses(losses.losses, losses.weight, reduction, rows)
 
 
-def _check(input: Tensor, weight: Tensor, target: Tensor) -> None:
+def _check_operands(input: Tensor, weight: Tensor, target: Tensor) -> None:
     """Refuse shapes that do not fit together, and probabilities."""
     has_rows = input.shape[:-1] == target.shape
     has_features = weight.ndim == 2 and weight.shape[1] == input.shape[-1]
