@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from data_parallel_model import Model, twins
+from data_parallel_model import Model, two_equal_models
 from shoal_mesh import DeviceMesh
 from shoal_tp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -21,5 +21,5 @@ def styled(model: Any, mesh: DeviceMesh) -> Any:
 
 def models(mesh: DeviceMesh, make: Callable[[], nn.Module] = Model) -> list[Any]:
     """A model on one device, and the same with styles over "tensor" if that has several ranks."""
-    plain, model = twins(make)
+    plain, model = two_equal_models(make)
     return [plain, styled(model, mesh) if mesh.shape[1] > 1 else model]

@@ -33,8 +33,8 @@ from data_parallel_model import (
     mesh_of,
     own,
     same_gradients,
+    shard_blocks_and_root,
     train_alike,
-    units,
 )
 from shoal_data_parallel import fully_shard, replicate
 from shoal_dtensor import DTensor, Shard, StridedShard, distribute_tensor
@@ -50,10 +50,10 @@ from shoal_tp_styles import (
 )
 
 
-def pair(mesh: DeviceMesh, make: Callable[[], nn.Module] = Model) -> tuple[Any, Any]:
+def single_and_sharded(mesh: DeviceMesh, make: Callable[[], nn.Module] = Model) -> tuple[Any, Any]:
     """A model on one device, and the same sharded over "data" and "tensor"."""
     plain, model = models(mesh, make)
-    return plain, units(model, mesh["data"])
+    return plain, shard_blocks_and_root(model, mesh["data"])
 
 
 def build(seed: int = 0) -> Any:
@@ -64,7 +64,7 @@ def build(seed: int = 0) -> Any:
 @on_ranks(4)
 def test_training_is_that_of_one_device() -> None:
     mesh = mesh_of(2, 2)
-    plain, model = pair(mesh)
+    plain, model = single_and_sharded(mesh)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (plain, model)]
     train_alike(plain, model, mesh, optimizers)
 
@@ -73,7 +73,7 @@ def test_training_is_that_of_one_device() -> None:
 @on_ranks(4)
 def test_checkpointed_units(reentrant: bool) -> None:
     mesh = mesh_of(2, 2)
-    plain, model = pair(mesh, lambda: Model(recompute=reentrant))
+    plain, model = single_and_sharded(mesh, lambda: Model(recompute=reentrant))
     backward_of_each(plain, model, mesh)
     same_gradients(plain, model)
 
@@ -81,13 +81,13 @@ def test_checkpointed_units(reentrant: bool) -> None:
 @on_ranks(4)
 def test_gradients_are_kept_until_a_pass_that_reduces_them() -> None:
     mesh = mesh_of(2, 2)
-    units_keep_gradients(*pair(mesh), mesh)
+    units_keep_gradients(*single_and_sharded(mesh), mesh)
 
 
 @on_ranks(4)
 def test_one_gather_forward_one_backward_one_reduction() -> None:
     mesh = mesh_of(2, 2)
-    _, model = pair(mesh)
+    _, model = single_and_sharded(mesh)
     with CommDebugMode() as forward:
         loss = loss_of(model, *own(mesh, *batch(0)))
     with CommDebugMode() as backward:
@@ -101,7 +101,7 @@ def test_one_gather_forward_one_backward_one_reduction() -> None:
 @on_ranks(4)
 def test_state_dicts_hold_shards_and_load_again() -> None:
     mesh = mesh_of(2, 2)
-    units_load_their_state(*pair(mesh), mesh)
+    units_load_their_state(*single_and_sharded(mesh), mesh)
 
 
 @pytest.mark.parametrize("kind", ["fully_shard", "replicate", "ZeRO-1"])
@@ -116,12 +116,14 @@ def test_checkpoints_are_loaded_on_other_degrees() -> None:
     tensor = init_device_mesh("cpu", (4,), mesh_dim_names=("tensor",))
     replicated = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "data"))
     others = [
-        units(build(1), mesh_of(4, 1)["data"]),
-        units(build(1), replicated),
+        shard_blocks_and_root(build(1), mesh_of(4, 1)["data"]),
+        shard_blocks_and_root(build(1), replicated),
         build(1),
         styled(build(1), tensor),
     ]
-    units_load_on_other_degrees(units(styled(build(), mesh), mesh["data"]), mesh, others)
+    units_load_on_other_degrees(
+        shard_blocks_and_root(styled(build(), mesh), mesh["data"]), mesh, others
+    )
 
 
 @on_ranks(4)
@@ -130,7 +132,7 @@ def test_initialization_on_the_meta_device_is_that_of_one_device() -> None:
     plain = Model(6, 2)
     with torch.device("meta"):
         model = Model(6, 2)
-    units_start_as_one_device(plain, units(styled(model, mesh), mesh["data"]))
+    units_start_as_one_device(plain, shard_blocks_and_root(styled(model, mesh), mesh["data"]))
 
 
 @on_ranks(4)
@@ -156,7 +158,7 @@ def test_hooks_that_parameters_have_before_they_are_sharded() -> None:
 @on_ranks(4)
 def test_a_step_that_raises_leaves_parameters_and_gradients(where: str) -> None:
     mesh = mesh_of(2, 2)
-    units_outlive_a_fault(*pair(mesh), mesh, where)
+    units_outlive_a_fault(*single_and_sharded(mesh), mesh, where)
 
 
 @on_ranks(4)
@@ -178,7 +180,7 @@ ADAPTED = {
 }
 
 
-@pytest.mark.parametrize("shard", [units, replicate])
+@pytest.mark.parametrize("shard", [shard_blocks_and_root, replicate])
 @on_ranks(4)
 def test_adapters_of_a_frozen_model_train_as_on_one_device(shard: Any) -> None:
     mesh = mesh_of(2, 2)
@@ -204,7 +206,7 @@ def test_adapters_of_a_style_are_merged_after_they_were_sharded() -> None:
         "down": RowwiseParallel(),
     }
     plan = {f"blocks.*.{name}": LoRA(base=base, rank=3, alpha=6.0) for name, base in bases.items()}
-    units(parallelize_module(model, mesh["tensor"], plan), mesh["data"])
+    shard_blocks_and_root(parallelize_module(model, mesh["tensor"], plan), mesh["data"])
     pairs = [
         (getattr(b, n), getattr(p, n))
         for b, p in zip(model.blocks, plain.blocks, strict=True)

@@ -22,7 +22,7 @@ from integration_tests.layers.styled_model import styled
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as api
 
-from data_parallel_model import Model, batch, in_rows, loss_of, train_alike, twins
+from data_parallel_model import Model, batch, in_rows, loss_of, train_alike, two_equal_models
 from shoal_data_parallel import fully_shard
 from shoal_dtensor import full_tensor, get_state_dict, set_state_dict
 from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh
@@ -56,7 +56,7 @@ def check_training(plain: Any, model: Any, mesh: DeviceMesh) -> None:
 def test_three_axes_train_as_one_process() -> None:
     """10 and 30 rows over 2 x 2 x 2 ranks leave uneven and empty leaves."""
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=AXES)
-    plain, model = twins()
+    plain, model = two_equal_models()
     shard_units(styled(model, mesh), mesh)
     weight = model.blocks[0].up.weight
     # 30 rows: 15 of a tensor rank, 8 or 7 of a shard, 4 or 3 of a replica
@@ -68,7 +68,7 @@ def test_three_axes_train_as_one_process() -> None:
 @on_ranks(4, timeout=120)
 def test_styles_before_and_after(order: str) -> None:
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=AXES)
-    plain, model = twins()
+    plain, model = two_equal_models()
     if order == "styles first":
         shard_units(styled(model, mesh), mesh)
     else:
@@ -148,7 +148,7 @@ def test_fused_parameters_are_divided_run_by_run(tmp_path: Path) -> None:
 def test_state_dicts_resume_on_other_meshes() -> None:
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=AXES)
     other_mesh = init_device_mesh("cpu", (1, 4, 1), mesh_dim_names=AXES)
-    model: Any = shard_units(styled(twins()[0], mesh), mesh)
+    model: Any = shard_units(styled(two_equal_models()[0], mesh), mesh)
     other: Any = shard_units(Model().double(), other_mesh)
     optimizer, others = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, other))
     loss_of(model, *rows_of(mesh, *batch(0))).backward()

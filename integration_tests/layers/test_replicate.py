@@ -45,7 +45,7 @@ from shoal_mesh.testing import on_ranks
 SMALL = 1000
 
 
-def pair(
+def single_and_replicated(
     mesh: DeviceMesh, make: Callable[[], nn.Module] = Model, **options: Any
 ) -> tuple[Any, Any]:
     plain, model = models(mesh, make)
@@ -76,7 +76,7 @@ def test_checkpointed_blocks_and_shared_parameters(
     reentrant: bool, tied: bool, shard_optimizer: bool
 ) -> None:
     mesh = mesh_of(2, 2)
-    plain, model = pair(
+    plain, model = single_and_replicated(
         mesh, lambda: Model(recompute=reentrant, tied=tied), shard_optimizer=shard_optimizer
     )
     for _ in range(2):  # the second pass adds to what is there
@@ -88,7 +88,9 @@ def test_checkpointed_blocks_and_shared_parameters(
 @on_ranks(4)
 def test_gradients_are_kept_until_a_pass_that_reduces_them(shard_optimizer: bool) -> None:
     mesh = mesh_of(2, 2)
-    replicas_keep_gradients(*pair(mesh, shard_optimizer=shard_optimizer), mesh, shard_optimizer)
+    replicas_keep_gradients(
+        *single_and_replicated(mesh, shard_optimizer=shard_optimizer), mesh, shard_optimizer
+    )
 
 
 @SHARDED
@@ -103,7 +105,7 @@ def test_frozen_parameters_now_and_later(shard_optimizer: bool) -> None:
 @on_ranks(4)
 def test_sharded_state_trains_as_one_device(name: str) -> None:
     mesh = mesh_of(2, 2)
-    plain, model = pair(mesh, shard_optimizer=True)
+    plain, model = single_and_replicated(mesh, shard_optimizer=True)
     optimizers = [OPTIMIZERS[name](one) for one in (plain, model)]
     train_alike(plain, model, mesh, optimizers)
     torch.testing.assert_close(model(batch(3)[0]), plain(batch(3)[0]))
@@ -124,13 +126,15 @@ def test_a_copy_is_replicated_too(
     shard_optimizer: bool, copied_by: Callable[[nn.Module], Any]
 ) -> None:
     mesh = mesh_of(2, 2)
-    replicas_are_copied(*pair(mesh, shard_optimizer=shard_optimizer), mesh, copied_by)
+    replicas_are_copied(
+        *single_and_replicated(mesh, shard_optimizer=shard_optimizer), mesh, copied_by
+    )
 
 
 @on_ranks(4)
 def test_parameters_that_are_replaced_or_added() -> None:
     mesh = mesh_of(2, 2)
-    replicas_grow(*pair(mesh), mesh)
+    replicas_grow(*single_and_replicated(mesh), mesh)
 
 
 @SHARDED
@@ -140,13 +144,15 @@ def test_a_backward_that_raises_leaves_gradients_as_they_were(
     kept: bool, shard_optimizer: bool
 ) -> None:
     mesh = mesh_of(2, 2)
-    replicas_outlive_a_fault(*pair(mesh, shard_optimizer=shard_optimizer), mesh, kept)
+    replicas_outlive_a_fault(
+        *single_and_replicated(mesh, shard_optimizer=shard_optimizer), mesh, kept
+    )
 
 
 @on_ranks(4)
 def test_a_dtensor_parameter_keeps_its_layout() -> None:
     mesh = mesh_of(2, 2)
-    _, model = pair(mesh)
+    _, model = single_and_replicated(mesh)
     loss_of(model, *own(mesh, *batch(0))).backward()
     weight = model.blocks[0].up.weight
     assert isinstance(weight, DTensor)
@@ -165,4 +171,6 @@ TRACED = pytest.mark.skipif(
 @on_ranks(4)
 def test_gradients_asked_for_by_name(compiled: bool, shard_optimizer: bool) -> None:
     mesh = mesh_of(2, 2)
-    replicas_are_asked_for_gradients(mesh, *pair(mesh, shard_optimizer=shard_optimizer), compiled)
+    replicas_are_asked_for_gradients(
+        mesh, *single_and_replicated(mesh, shard_optimizer=shard_optimizer), compiled
+    )

@@ -19,7 +19,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from data_parallel_model import batch, loss_of, mesh_of, own, same_gradients, twins, units
+from data_parallel_model import (
+    batch,
+    loss_of,
+    mesh_of,
+    own,
+    same_gradients,
+    shard_blocks_and_root,
+    two_equal_models,
+)
 from moe_models import WIDTH, PackedExperts
 from shoal_context_parallel import SequenceLayout, context_parallel_unshard
 from shoal_data_parallel import fully_shard, replicate
@@ -88,11 +96,11 @@ def hybrid(model: Any, mesh: Any) -> Any:
 @on_ranks(4)
 def test_no_read_in_a_backward_that_gives_all_gradients(kind: str) -> None:
     mesh = mesh_of(*((2, 2) if kind == "HSDP" else (4, 1)))
-    plain, model = twins()
+    plain, model = two_equal_models()
     if kind == "HSDP":
         hybrid(model, mesh)
     elif kind == "fully_shard":
-        units(model, mesh["data"])
+        shard_blocks_and_root(model, mesh["data"])
     else:
         replicate(model, mesh["data"], shard_optimizer=kind == "ZeRO-1")
     ranks = (
@@ -140,7 +148,7 @@ class Branches(nn.Module):
 @on_ranks(4)
 def test_one_read_at_the_end_where_a_gradient_is_missing(kind: str) -> None:
     mesh = mesh_of(4, 1)
-    plain, model = twins(Branches)
+    plain, model = two_equal_models(Branches)
     if kind == "fully_shard":
         for layer in model.layers:
             fully_shard(layer, mesh["data"])

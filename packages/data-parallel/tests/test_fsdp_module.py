@@ -34,8 +34,8 @@ from data_parallel_model import (
     raising,
     same_gradients,
     same_weights,
-    twins,
-    units,
+    shard_blocks_and_root,
+    two_equal_models,
 )
 from shoal_data_parallel import (
     CPUOffloadPolicy,
@@ -66,7 +66,7 @@ def sharded(mesh: DeviceMesh, **options: Any) -> tuple[Any, Any]:
 
     Its dims leave uneven shards.
     """
-    plain, model = twins(lambda: Model(6, 2))
+    plain, model = two_equal_models(lambda: Model(6, 2))
     for block in model.blocks:
         fully_shard(block, mesh["data"], **options)
     return plain, fully_shard(model, mesh["data"], **options)
@@ -74,7 +74,7 @@ def sharded(mesh: DeviceMesh, **options: Any) -> tuple[Any, Any]:
 
 def replicated(mesh: DeviceMesh) -> tuple[Any, Any]:
     """The same over two data axes: replicas and shards."""
-    plain, model = twins(lambda: Model(6, 2))
+    plain, model = two_equal_models(lambda: Model(6, 2))
     for block in model.blocks:
         fully_shard(block, mesh)
     return plain, fully_shard(model, mesh)
@@ -213,7 +213,7 @@ def test_the_next_forward_waits_for_the_optimizer_once() -> None:
 @on_ranks(4)
 def test_groups_of_ranks_keep_parameters_after_a_forward() -> None:
     mesh = mesh_of(4, 1)["data"]
-    plain, model = twins(lambda: Model(6, 2))
+    plain, model = two_equal_models(lambda: Model(6, 2))
     for block in model.blocks:
         fully_shard(block, mesh, reshard_after_forward=2)
     fully_shard(model, mesh, reshard_after_forward=2)
@@ -285,7 +285,7 @@ def test_custom_collectives(axes: str) -> None:
         "transposed": lambda: DeviceMesh("cpu", [2, 0, 3, 1], mesh_dim_names=("data",)),
     }
     mesh = meshes[axes]()
-    plain, model = twins(lambda: Model(6, 2))
+    plain, model = two_equal_models(lambda: Model(6, 2))
     fully_shard(model.blocks[0], mesh, shard_placement_fn=placements)
     fully_shard(model.blocks[1], mesh)
     fully_shard(model, mesh)
@@ -310,7 +310,7 @@ def test_sums_where_a_custom_reduce_scatter_would_average() -> None:
     mesh = mesh_of(4, 1)
     found = []
     for sums_only in (False, True):
-        plain, model = (one.float() for one in twins(lambda: Model(6, 2)))
+        plain, model = (one.float() for one in two_equal_models(lambda: Model(6, 2)))
         fully_shard(model, mesh["data"])
         scatter = Scatter()
         model.set_custom_reduce_scatter(scatter)
@@ -326,7 +326,7 @@ def test_hooks_get_means_or_sums() -> None:
     mesh = mesh_of(4, 1)
     found = []
     for sums_only in (False, True):
-        plain, model = twins(lambda: Model(6, 2))
+        plain, model = two_equal_models(lambda: Model(6, 2))
         fully_shard(model, mesh["data"])
         flats: list[Tensor] = []
         model.set_all_reduce_hook(lambda flat, flats=flats: flats.append(flat.clone()))
@@ -501,7 +501,7 @@ class Fork(nn.Module):
 @on_ranks(4, timeout=60)
 def test_units_that_some_ranks_do_not_reach() -> None:
     mesh = mesh_of(4, 1)
-    plain, model = twins(Fork)
+    plain, model = two_equal_models(Fork)
     for branch in (model.left, model.right):
         fully_shard(branch, mesh["data"], reshard_after_forward=False)
     fully_shard(model, mesh["data"])
@@ -553,8 +553,8 @@ def counting_reductions() -> Iterator[list[int]]:
 def test_more_reductions_in_flight() -> None:
     mesh = mesh_of(4, 1)
     for limit in (1, 2, 3, 4):
-        plain, model = twins(lambda: Model(6, 4))
-        units(model, mesh["data"])
+        plain, model = two_equal_models(lambda: Model(6, 4))
+        shard_blocks_and_root(model, mesh["data"])
         model.set_reduce_scatter_max_input_buffers(limit)
         with counting_reductions() as in_flight:
             backward_of_each(plain, model, mesh)
@@ -773,7 +773,7 @@ def test_data_axes_of_a_whole_mesh(loss: str, dims: str) -> None:
     }
     shape, names, asked = shapes[dims]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    plain, model = twins(Net)
+    plain, model = two_equal_models(Net)
     over_data: list[Placement] = [Shard(0) if name != "tensor" else Replicate() for name in names]
     for layer, dim in ((model.up, 0), (model.down, 1)):
         for name, param in [*layer.named_parameters()]:
@@ -800,7 +800,7 @@ def test_data_axes_of_a_whole_mesh(loss: str, dims: str) -> None:
 @pytest.mark.parametrize("offloads", [False, True])
 @on_ranks(4, timeout=120)
 def test_replicas_with_policies(offloads: bool) -> None:
-    plain, model = (one.float() for one in twins(lambda: Model(6, 2)))
+    plain, model = (one.float() for one in two_equal_models(lambda: Model(6, 2)))
     if dist.get_rank() > 0:
         # all get the values of the first rank
         nn.init.zeros_(model.head.weight)
@@ -832,7 +832,7 @@ def test_replicas_with_policies(offloads: bool) -> None:
 @on_ranks(2)
 def test_replicas_called_as_in_torch() -> None:
     mesh = mesh_of(2, 1)
-    plain, model = twins(lambda: Model(6, 2))
+    plain, model = two_equal_models(lambda: Model(6, 2))
     replicate(model, mesh=mesh["data"], mp_policy=MixedPrecisionPolicy(), ignored_params=None)
     model.set_requires_all_reduce(False)
     backward_of_each(plain, model, mesh)
@@ -890,7 +890,7 @@ def test_gradients_are_dropped_or_become_zeros(set_to_none: bool) -> None:
 @on_ranks(2)
 def test_dtypes_of_single_parameters() -> None:
     mesh = mesh_of(2, 1)
-    plain, model = (one.float() for one in twins(lambda: Model(6, 1)))
+    plain, model = (one.float() for one in two_equal_models(lambda: Model(6, 1)))
     exact = {id(param) for name, param in model.named_parameters() if "norm" in name}
     policy = MixedPrecisionPolicy(
         torch.bfloat16,

@@ -27,7 +27,7 @@ from data_parallel_model import (
     own,
     same_gradients,
     train_alike,
-    twins,
+    two_equal_models,
 )
 from shoal_data_parallel import (
     CPUOffloadPolicy,
@@ -45,11 +45,11 @@ from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh
 from shoal_mesh.testing import counts, on_ranks
 
 
-def pair(
+def single_and_sharded(
     mesh: DeviceMesh, make: Callable[[], nn.Module] = Model, **options: Any
 ) -> tuple[Any, Any]:
     """A model on one device, and the same sharded over "data"."""
-    plain, model = twins(make)
+    plain, model = two_equal_models(make)
     blocks: Any = model.blocks
     for block in blocks:
         fully_shard(block, mesh["data"], **options)
@@ -62,7 +62,7 @@ def pair(
 @on_ranks(4)
 def test_training_is_that_of_one_device() -> None:
     mesh = mesh_of(4, 1)
-    plain, model = pair(mesh)
+    plain, model = single_and_sharded(mesh)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (plain, model)]
     train_alike(plain, model, mesh, optimizers)
 
@@ -89,7 +89,7 @@ def test_two_data_axes_replicate_over_the_first() -> None:
 @on_ranks(4)
 def test_checkpointed_units(reentrant: bool) -> None:
     mesh = mesh_of(4, 1)
-    plain, model = pair(mesh, lambda: Model(recompute=reentrant))
+    plain, model = single_and_sharded(mesh, lambda: Model(recompute=reentrant))
     runs = [0, 0]
     for index, module in enumerate((plain, model)):
         module.blocks[1].norm.register_forward_hook(
@@ -115,7 +115,7 @@ def test_recomputation_inside_of_a_unit() -> None:
 @on_ranks(4)
 def test_a_parameter_that_two_modules_share_stays_one() -> None:
     mesh = mesh_of(4, 1)
-    plain, model = pair(mesh, lambda: Model(tied=True))
+    plain, model = single_and_sharded(mesh, lambda: Model(tied=True))
     assert model.head.weight is model.embedding.weight
     backward_of_each(plain, model, mesh)
     same_gradients(plain, model)
@@ -154,7 +154,7 @@ def test_units_used_twice_in_part_or_not_at_all() -> None:
 @on_ranks(4)
 def test_gradients_are_kept_until_a_pass_that_reduces_them() -> None:
     mesh = mesh_of(4, 1)
-    units_keep_gradients(*pair(mesh), mesh)
+    units_keep_gradients(*single_and_sharded(mesh), mesh)
 
 
 class Sum(nn.Module):
@@ -181,7 +181,7 @@ def test_kept_gradients_of_two_parameters_are_two_tensors() -> None:
 @on_ranks(4)
 def test_batches_of_different_sizes_with_a_divisor_of_one() -> None:
     mesh = mesh_of(4, 1)
-    plain, model = pair(mesh)
+    plain, model = single_and_sharded(mesh)
     for unit in (*model.blocks, model):
         unit.set_gradient_divide_factor(1)
     tokens, targets = batch(0, rows=7)  # 2, 2, 2 and 1 rows
@@ -222,7 +222,7 @@ def test_frozen_parameters_and_hooks_of_users() -> None:
 @on_ranks(4)
 def test_gradients_asked_for_by_name() -> None:
     mesh = mesh_of(4, 1)
-    plain, model = pair(mesh)
+    plain, model = single_and_sharded(mesh)
     tokens, targets = batch(0)
     expected = torch.autograd.grad(
         loss_of(plain, tokens, targets), [plain.head.weight, plain.blocks[1].up.bias]
@@ -237,7 +237,7 @@ def test_gradients_asked_for_by_name() -> None:
 @on_ranks(4)
 def test_ignored_parameters_stay_as_they_are() -> None:
     mesh = mesh_of(4, 1)
-    plain, model = twins()
+    plain, model = two_equal_models()
     ignored = {model.head.weight, model.blocks[0].norm.bias}
     fully_shard(model, mesh["data"], ignored_params=ignored)
     assert model.head.weight in ignored and model.blocks[0].norm.bias in ignored
@@ -278,7 +278,7 @@ def test_mixed_precision_and_masters() -> None:
 @on_ranks(4)
 def test_shards_kept_on_the_host() -> None:
     mesh = mesh_of(4, 1)
-    plain, model = pair(mesh, offload_policy=CPUOffloadPolicy())
+    plain, model = single_and_sharded(mesh, offload_policy=CPUOffloadPolicy())
     backward_of_each(plain, model, mesh)
     same_gradients(plain, model)
 
@@ -323,7 +323,7 @@ def test_a_loss_that_leaves_a_unit_by_an_attribute() -> None:
 @on_ranks(4)
 def test_one_gather_forward_one_backward_one_reduction() -> None:
     mesh = mesh_of(4, 1)
-    _, model = pair(mesh)
+    _, model = single_and_sharded(mesh)
     with CommDebugMode() as forward:
         loss = loss_of(model, *own(mesh, *batch(0)))
     with CommDebugMode() as backward:
@@ -337,7 +337,7 @@ def test_one_gather_forward_one_backward_one_reduction() -> None:
 @on_ranks(4)
 def test_what_is_gathered_is_freed() -> None:
     mesh = mesh_of(4, 1)
-    _, model = pair(mesh)
+    _, model = single_and_sharded(mesh)
     held: dict[str, Tensor] = {}
     for name, block in enumerate(model.blocks):
         block.up.register_forward_hook(
@@ -356,7 +356,7 @@ def test_what_is_gathered_is_freed() -> None:
 @on_ranks(4)
 def test_evaluation_holds_nothing_and_follows_the_optimizer() -> None:
     mesh = mesh_of(4, 1)
-    plain, model = pair(mesh)
+    plain, model = single_and_sharded(mesh)
     tokens, _ = batch(0)
     gathered: list[Tensor] = []
     # The head is in the outermost unit, which stays gathered after a forward that records
@@ -377,7 +377,7 @@ def test_evaluation_holds_nothing_and_follows_the_optimizer() -> None:
 @on_ranks(4)
 def test_gathering_by_hand() -> None:
     mesh = mesh_of(4, 1)
-    plain, model = pair(mesh)
+    plain, model = single_and_sharded(mesh)
     block: FSDPModule = model.blocks[1]
     block.unshard()
     assert torch.equal(model.blocks[1].up.weight, plain.blocks[1].up.weight)
@@ -393,7 +393,7 @@ def test_gathering_by_hand() -> None:
 @on_ranks(4)
 def test_state_dicts_hold_shards_and_load_again() -> None:
     mesh = mesh_of(4, 1)
-    units_load_their_state(*pair(mesh), mesh)
+    units_load_their_state(*single_and_sharded(mesh), mesh)
 
 
 # --- faults ---------------------------------------------------------------------------------------
@@ -403,13 +403,13 @@ def test_state_dicts_hold_shards_and_load_again() -> None:
 @on_ranks(4)
 def test_a_step_that_raises_leaves_parameters_and_gradients(where: str) -> None:
     mesh = mesh_of(4, 1)
-    units_outlive_a_fault(*pair(mesh), mesh, where)
+    units_outlive_a_fault(*single_and_sharded(mesh), mesh, where)
 
 
 @on_ranks(4)
 def test_a_write_between_forward_and_backward_is_an_error() -> None:
     mesh = mesh_of(4, 1)
-    _, model = pair(mesh)
+    _, model = single_and_sharded(mesh)
     loss = loss_of(model, *own(mesh, *batch(0)))
     with torch.no_grad():
         model.blocks[2].up.weight.mul_(2)

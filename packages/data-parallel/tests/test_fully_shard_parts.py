@@ -16,7 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data_parallel_checks import full_state_dicts_load
-from data_parallel_model import adapted, mesh_of, same_gradients, same_weights, train_alike, units
+from data_parallel_model import (
+    adapted,
+    mesh_of,
+    same_gradients,
+    same_weights,
+    shard_blocks_and_root,
+    train_alike,
+)
 from shoal_data_parallel import fully_shard, replicate
 from shoal_dtensor import Shard, distribute_tensor
 from shoal_mesh import DeviceMesh, all_reduce, init_device_mesh
@@ -26,7 +33,7 @@ from shoal_mesh.testing import on_ranks
 # --- adapters -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shard", [units, replicate])
+@pytest.mark.parametrize("shard", [shard_blocks_and_root, replicate])
 @on_ranks(4)
 def test_adapters_of_a_frozen_model_train_as_on_one_device(shard: Any) -> None:
     mesh = mesh_of(4, 1)

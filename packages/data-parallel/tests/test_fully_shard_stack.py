@@ -15,7 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from data_parallel_checks import units_load_on_other_degrees, units_start_as_one_device
-from data_parallel_model import Model, batch, full, loss_of, mesh_of, own, same_gradients, units
+from data_parallel_model import (
+    Model,
+    batch,
+    full,
+    loss_of,
+    mesh_of,
+    own,
+    same_gradients,
+    shard_blocks_and_root,
+)
 from shoal_data_parallel import StyleError, fully_shard, replicate
 from shoal_data_parallel.units.unit import Unit, UnitState, unit_of
 from shoal_dtensor import Placement, Replicate, Shard, distribute_tensor
@@ -56,15 +65,19 @@ def test_initialization_on_the_meta_device_is_that_of_one_device() -> None:
     plain = Model(6, 2)
     with torch.device("meta"):
         model: Any = Model(6, 2)
-    units_start_as_one_device(plain, units(model, mesh_of(4, 1)["data"]))
+    units_start_as_one_device(plain, shard_blocks_and_root(model, mesh_of(4, 1)["data"]))
 
 
 @on_ranks(4)
 def test_checkpoints_are_loaded_on_other_degrees() -> None:
     mesh = mesh_of(4, 1)
     replicated = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "data"))
-    others = [units(build(1), mesh_of(2, 2)["data"]), units(build(1), replicated), build(1)]
-    units_load_on_other_degrees(units(build(), mesh["data"]), mesh, others)
+    others = [
+        shard_blocks_and_root(build(1), mesh_of(2, 2)["data"]),
+        shard_blocks_and_root(build(1), replicated),
+        build(1),
+    ]
+    units_load_on_other_degrees(shard_blocks_and_root(build(), mesh["data"]), mesh, others)
 
 
 class TwoLinears(nn.Module):
@@ -117,7 +130,7 @@ def test_gradients_that_inputs_leave_partial_or_sharded(
 @on_ranks(4)
 def test_sharding_changes_no_bit_of_replication() -> None:
     mesh = mesh_of(4, 1)
-    models = [units(build(), mesh["data"]), replicate(build(), mesh["data"])]
+    models = [shard_blocks_and_root(build(), mesh["data"]), replicate(build(), mesh["data"])]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
     for number in range(3):
         for model, optimizer in zip(models, optimizers, strict=True):
@@ -132,7 +145,7 @@ def test_sharding_changes_no_bit_of_replication() -> None:
 @on_ranks(4)
 def test_a_model_that_changes_its_dtype() -> None:
     mesh = mesh_of(4, 1)
-    plain, model = build().float(), units(build(), mesh["data"])
+    plain, model = build().float(), shard_blocks_and_root(build(), mesh["data"])
     model(batch(0)[0])  # the outermost unit stays gathered
     model.float()
     tokens, targets = batch(0)
@@ -145,8 +158,8 @@ def test_a_model_that_changes_its_dtype() -> None:
 @on_ranks(4)
 def test_modules_that_are_gathered_ahead_are_those_that_were_named() -> None:
     mesh = mesh_of(4, 1)
-    model = units(Model(6, 3).double(), mesh["data"])
-    plain = units(Model(6, 3).double(), mesh["data"])
+    model = shard_blocks_and_root(Model(6, 3).double(), mesh["data"])
+    plain = shard_blocks_and_root(Model(6, 3).double(), mesh["data"])
     plain.load_state_dict(model.state_dict())
     first, second, third = model.blocks
     first.set_modules_to_forward_prefetch([second, third])
@@ -184,7 +197,7 @@ def test_modules_that_are_gathered_ahead_are_those_that_were_named() -> None:
 @on_ranks(4)
 def test_collectives_are_under_way_while_other_units_compute() -> None:
     mesh = mesh_of(4, 1)
-    model = units(Model(6, 3).double(), mesh["data"])
+    model = shard_blocks_and_root(Model(6, 3).double(), mesh["data"])
     seen: list[tuple[str, str]] = []
     under_way: list[str] = []
 
@@ -233,7 +246,7 @@ def test_what_travels_to_replicas_is_under_way_while_other_units_compute() -> No
     # larger ones are reduced in two rounds
     plain, model = Model(160, 3).double(), Model(160, 3).double()
     model.load_state_dict(plain.state_dict())
-    units(model, mesh)
+    shard_blocks_and_root(model, mesh)
     seen: list[int] = []
     under_way: list[ShardsInFlight] = []
     reach, wait = ShardsInFlight.reach_last_round, ShardsInFlight.wait

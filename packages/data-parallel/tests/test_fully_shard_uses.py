@@ -33,7 +33,7 @@ from data_parallel_model import (
     raising,
     same_gradients,
     same_weights,
-    twins,
+    two_equal_models,
 )
 from shoal_data_parallel import (
     FSDPModule,
@@ -59,11 +59,11 @@ from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh
 from shoal_mesh.testing import counts, on_ranks
 
 
-def pair(
+def single_and_sharded(
     mesh: DeviceMesh, *, blocks: bool = True, root: bool = True, **options: Any
 ) -> tuple[Any, Any]:
     """A model on one device, and the same with these units."""
-    plain, model = twins(lambda: Model(6, 2))
+    plain, model = two_equal_models(lambda: Model(6, 2))
     for block in model.blocks if blocks else ():
         fully_shard(block, mesh["data"], **options)
     return plain, fully_shard(model, mesh["data"], **options) if root else model
@@ -75,7 +75,7 @@ def pair(
 @on_ranks(4)
 def test_two_models_in_one_backward() -> None:
     mesh = mesh_of(4, 1)
-    (plain, model), (other_plain, other) = pair(mesh), pair(mesh)
+    (plain, model), (other_plain, other) = single_and_sharded(mesh), single_and_sharded(mesh)
     tokens, targets = batch(0)
     (loss_of(plain, tokens, targets) + loss_of(other_plain, targets, tokens)).backward()
     mine = own(mesh, tokens, targets)
@@ -125,7 +125,7 @@ def test_a_list_of_modules_is_one_unit() -> None:
 @on_ranks(4)
 def test_forwards_before_backwards() -> None:
     mesh = mesh_of(4, 1)
-    plain, model = pair(mesh, reshard_after_forward=True)
+    plain, model = single_and_sharded(mesh, reshard_after_forward=True)
     batches = [batch(i) for i in range(3)]
     losses = [loss_of(model, *own(mesh, *one)) for one in batches]
     for loss, one in zip(losses, batches, strict=True):
@@ -164,7 +164,7 @@ def test_inputs_first_and_parameters_later() -> None:
 @on_ranks(4)
 def test_evaluation_between_steps(mode: Any) -> None:
     mesh = mesh_of(4, 1)
-    plain, model = pair(mesh)
+    plain, model = single_and_sharded(mesh)
     for number in range(2):
         with mode():
             torch.testing.assert_close(model(batch(9)[0]), plain(batch(9)[0]))
@@ -175,7 +175,7 @@ def test_evaluation_between_steps(mode: Any) -> None:
 @on_ranks(4)
 def test_parameters_frozen_and_released_later() -> None:
     mesh = mesh_of(4, 1)
-    plain, model = pair(mesh, blocks=False, root=False)
+    plain, model = single_and_sharded(mesh, blocks=False, root=False)
     for one in (plain, model):
         one.embedding.requires_grad_(False)
     fully_shard(model, mesh["data"])
@@ -193,7 +193,7 @@ def test_parameters_frozen_and_released_later() -> None:
 @on_ranks(4)
 def test_a_second_derivative_is_refused() -> None:
     mesh = mesh_of(4, 1)
-    _, model = pair(mesh)
+    _, model = single_and_sharded(mesh)
     loss = loss_of(model, *own(mesh, *batch(0)))
     with pytest.raises(SecondOrderError, match="fully_shard: a backward with create_graph=True"):
         torch.autograd.grad(loss, [model.head.weight], create_graph=True)
@@ -228,7 +228,7 @@ def test_a_parameter_computed_from_others_is_refused(shard: Callable[..., Any]) 
 @pytest.mark.parametrize("copied_by", [copy.deepcopy, pickled])
 def test_copies_of_a_trained_model_train(copied_by: Callable[[nn.Module], Any]) -> None:
     mesh = mesh_of(4, 1)
-    plain, model = pair(mesh)
+    plain, model = single_and_sharded(mesh)
     backward_of_each(plain, model, mesh)
     for one in (plain, model):
         one.zero_grad()
@@ -246,7 +246,7 @@ def test_copies_of_a_trained_model_train(copied_by: Callable[[nn.Module], Any]) 
 @on_ranks(4)
 def test_an_average_of_the_weights() -> None:
     mesh = mesh_of(4, 1)
-    plain, model = pair(mesh)
+    plain, model = single_and_sharded(mesh)
     averages = [
         torch.optim.swa_utils.AveragedModel(one, avg_fn=lambda a, b, n: a * 0.9 + b * 0.1)
         for one in (plain, model)
@@ -294,7 +294,7 @@ def test_methods_that_count_as_forward() -> None:
 @on_ranks(4)
 def test_what_is_freed_is_chosen_later() -> None:
     mesh = mesh_of(4, 1)
-    plain, model = twins(lambda: Model(6, 2))
+    plain, model = two_equal_models(lambda: Model(6, 2))
     for block in model.blocks:
         fully_shard(block, mesh["data"])
     model.blocks[0].set_reshard_after_forward(False)
@@ -333,7 +333,7 @@ def test_what_is_freed_is_chosen_later() -> None:
 @on_ranks(4)
 def test_kept_gradients_of_a_unit_that_the_last_pass_leaves_out() -> None:
     mesh = mesh_of(4, 1)
-    plain, model = pair(mesh)
+    plain, model = single_and_sharded(mesh)
     tokens, targets = batch(0)
     loss_of(plain, tokens, targets).backward()
     with model.no_sync():
@@ -349,7 +349,7 @@ def test_kept_gradients_of_a_unit_that_the_last_pass_leaves_out() -> None:
 @on_ranks(4)
 def test_kept_gradients_are_reduced_on_request_and_dropped_by_zero_grad() -> None:
     mesh = mesh_of(4, 1)
-    plain, model = pair(mesh)
+    plain, model = single_and_sharded(mesh)
     seen: list[Any] = []
     model.head.bias.register_post_accumulate_grad_hook(lambda leaf: seen.append(leaf.grad))
     for number in range(2):
@@ -369,7 +369,7 @@ def test_kept_gradients_are_reduced_on_request_and_dropped_by_zero_grad() -> Non
 @on_ranks(4)
 def test_half_a_backward_that_keeps_gradients_is_not_used() -> None:
     mesh = mesh_of(4, 1)
-    plain, model = pair(mesh)
+    plain, model = single_and_sharded(mesh)
 
     def stop(*_: Any) -> None:
         raise RuntimeError("on purpose")
@@ -390,7 +390,7 @@ def test_half_a_backward_that_keeps_gradients_is_not_used() -> None:
 @on_ranks(4)
 def test_half_a_backward_that_adds_to_kept_gradients_is_not_used() -> None:
     mesh = mesh_of(4, 1)
-    plain, model = pair(mesh)
+    plain, model = single_and_sharded(mesh)
     with model.no_sync():
         loss_of(model, *own(mesh, *batch(0))).backward()
     with raising(model.blocks[0].up, "backward"), pytest.raises(Fault, match="backward"):
@@ -409,7 +409,7 @@ def test_half_a_backward_that_adds_to_kept_gradients_is_not_used() -> None:
 @pytest.mark.parametrize("syncs", [False, True])
 def test_a_unit_that_runs_twice_adds_to_kept_gradients(syncs: bool) -> None:
     mesh = mesh_of(4, 1)
-    plain, model = pair(mesh)
+    plain, model = single_and_sharded(mesh)
     for one in (plain, model):
         one.blocks = nn.ModuleList([*one.blocks, one.blocks[0]])
     for keeps in (True, not syncs):
@@ -422,7 +422,7 @@ def test_a_unit_that_runs_twice_adds_to_kept_gradients(syncs: bool) -> None:
 @on_ranks(4)
 def test_a_gradient_is_added_to_the_kept_one_before_those_of_other_layers_are_there() -> None:
     mesh = mesh_of(4, 1)
-    plain, model = pair(mesh)
+    plain, model = single_and_sharded(mesh)
     unit = unit_of(model.blocks[0])
     seen: list[list[bool]] = []
     with model.no_sync():
@@ -456,7 +456,7 @@ class Recomputed(nn.Sequential):
 @on_ranks(4)
 def test_kept_gradients_of_a_unit_with_reentrant_checkpoints() -> None:
     mesh = mesh_of(4, 1)
-    plain, model = twins(lambda: Recomputed(*(nn.Linear(6, 6) for _ in range(3))))
+    plain, model = two_equal_models(lambda: Recomputed(*(nn.Linear(6, 6) for _ in range(3))))
     fully_shard(model[1], mesh["data"])
     fully_shard(model, mesh["data"])
     for last in (False, False, True):
@@ -482,7 +482,7 @@ def test_forwards_of_earlier_steps_are_freed() -> None:
 @on_ranks(4)
 def test_kept_gradients_outlive_a_pass_by_name_that_raises() -> None:
     mesh = mesh_of(4, 1)
-    plain, model = pair(mesh)
+    plain, model = single_and_sharded(mesh)
     with model.no_sync():
         backward_of_each(plain, model, mesh, 0)
     with raising(model.blocks[0].up, "backward"), pytest.raises(Fault, match="backward"):
@@ -528,7 +528,7 @@ def test_a_slice_of_a_gathered_parameter_is_read_after_it_was_freed() -> None:
 @on_ranks(4)
 def test_writes_to_gathered_parameters_are_an_error() -> None:
     mesh = mesh_of(4, 1)
-    _, model = pair(mesh)
+    _, model = single_and_sharded(mesh)
     block: FSDPModule = model.blocks[0]
     block.unshard()
     with torch.no_grad():
@@ -599,7 +599,7 @@ def test_experts_on_axes_of_their_own() -> None:
 @on_ranks(4)
 def test_recomputation_gathers_no_more_than_backward_does() -> None:
     mesh = mesh_of(4, 1)
-    _, model = pair(mesh)
+    _, model = single_and_sharded(mesh)
     counts = []
     for reentrant in (None, False, True):
         model.recompute = reentrant
@@ -732,7 +732,7 @@ def test_a_head_that_is_called_after_the_forward_of_the_outermost_unit(kind: str
 @on_ranks(4)
 def test_gradients_asked_for_by_name_are_those_of_one_pass() -> None:
     mesh = mesh_of(4, 1)
-    plain, model = pair(mesh)
+    plain, model = single_and_sharded(mesh)
     with model.no_sync():
         backward_of_each(plain, model, mesh)
     for syncs in (False, True):
@@ -764,7 +764,7 @@ class Selective(nn.Module):
 @on_ranks(4)
 def test_selective_checkpoints_see_the_operators_of_the_function_alone(kind: str) -> None:
     mesh = mesh_of(4, 1)
-    plain, model = twins(Selective)
+    plain, model = two_equal_models(Selective)
     if kind == "units":
         fully_shard(model.block, mesh["data"])
         fully_shard(model, mesh["data"])
@@ -820,7 +820,7 @@ class Doubled(nn.Module):
 @pytest.mark.parametrize("trains", [False, True])
 @on_ranks(2)
 def test_forwards_that_instances_have_are_called(trains: bool) -> None:
-    plain, model = twins(lambda: Doubled().double())
+    plain, model = two_equal_models(lambda: Doubled().double())
     fully_shard(model, mesh_of(2, 1)["data"])
     for one in (plain, model):
         one.train(trains)

@@ -23,7 +23,7 @@ from data_parallel_model import (
     same_gradients,
     same_weights,
     train_alike,
-    twins,
+    two_equal_models,
 )
 from shoal_data_parallel import (
     CPUOffloadPolicy,
@@ -68,7 +68,7 @@ def train_both(plain: Any, model: Any) -> None:
 @pytest.mark.parametrize("reshards", [None, False])
 @on_ranks(4)
 def test_training_is_that_of_one_process(shape: tuple[int, int], reshards: bool | None) -> None:
-    plain, model = twins()
+    plain, model = two_equal_models()
     shard_units(model, grid(*shape), reshard_after_forward=reshards)
     train_both(plain, model)
 
@@ -76,7 +76,7 @@ def test_training_is_that_of_one_process(shape: tuple[int, int], reshards: bool 
 @on_ranks(3)
 def test_uneven_replicas() -> None:
     """13 rows on 3 replicas: 5, 5 and 3; 2 rows: 1, 1 and 0."""
-    plain, model = twins(lambda: Model(dim=2))
+    plain, model = two_equal_models(lambda: Model(dim=2))
     shard_units(model, grid(3, 1))
     tokens, targets = batch(0, rows=6)
     loss_of(plain, tokens, targets).backward()
@@ -86,7 +86,7 @@ def test_uneven_replicas() -> None:
 
 @on_ranks(4)
 def test_a_rank_holds_its_part_of_the_optimizer() -> None:
-    _, model = twins(lambda: Model(dim=16))
+    _, model = two_equal_models(lambda: Model(dim=16))
     mesh = grid()
     shard_units(model, mesh)
     weight = model.blocks[0].up.weight
@@ -128,7 +128,7 @@ def test_memory_and_bytes_of_a_step() -> None:
 @on_ranks(4)
 def test_replicas_are_updated_once_per_step() -> None:
     """Four units: four gathers over replicas after a step, none in later microbatches."""
-    _, model = twins()
+    _, model = two_equal_models()
     shard_units(model, grid())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     gathers = []
@@ -147,7 +147,7 @@ def test_replicas_are_updated_once_per_step() -> None:
 
 @on_ranks(4)
 def test_frozen_leaves_are_sent_once() -> None:
-    plain, model = twins()
+    plain, model = two_equal_models()
     for each in (plain, model):
         each.blocks.requires_grad_(False)
     shard_units(model, grid())
@@ -161,7 +161,7 @@ def test_frozen_leaves_are_sent_once() -> None:
 @pytest.mark.parametrize("accumulate", ["no_sync", "shards", "in flight"])
 @on_ranks(4)
 def test_accumulated_gradients(accumulate: str) -> None:
-    plain, model = twins()
+    plain, model = two_equal_models()
     shard_units(model, grid())
     for step in range(2):
         if accumulate == "no_sync":
@@ -183,7 +183,7 @@ def test_accumulated_gradients(accumulate: str) -> None:
 
 @on_ranks(4)
 def test_evaluation_writes_and_copies() -> None:
-    plain, model = twins()
+    plain, model = two_equal_models()
     shard_units(model, grid())
     tokens, targets = batch(0)
     with torch.inference_mode():
@@ -223,7 +223,7 @@ def test_low_precision_is_sent_and_masters_are_kept() -> None:
 
 @on_ranks(4)
 def test_leaves_in_host_memory_and_on_the_meta_device() -> None:
-    plain, model = twins()
+    plain, model = two_equal_models()
     shard_units(model, grid(), offload_policy=CPUOffloadPolicy())
     train_both(plain, model)
     with torch.device("meta"):
@@ -298,7 +298,7 @@ def test_placements_of_users(placement: Shard) -> None:
 @on_ranks(4)
 def test_a_mesh_per_parameter_and_named_axes() -> None:
     mesh = grid()
-    plain, model = twins()
+    plain, model = two_equal_models()
     pairs = HSDPMeshInfo(mesh, shard_mesh_dim=0, replicate_mesh_dim=1)
     line = FSDPMeshInfo(init_device_mesh("cpu", (4,), mesh_dim_names=("line",)), shard_mesh_dim=0)
 
@@ -313,7 +313,7 @@ def test_a_mesh_per_parameter_and_named_axes() -> None:
     # 30 rows: two shards of 15 over "replica", of which a rank of "shard" updates 8 or 7
     assert local_shard(up.weight).shape[0] in (7, 8)
     train_both(plain, model)
-    plain, model = twins()
+    plain, model = two_equal_models()
     dims = DataParallelMeshDims(shard="shard", replicate="replica")
     fully_shard(model, mesh, dp_mesh_dims=dims, shard_optimizer=True)
     assert local_shard(model.head.weight).shape[0] in (3, 4)
@@ -338,7 +338,7 @@ def test_what_has_no_replicas_or_cannot_be_kept() -> None:
 
 @on_ranks(4)
 def test_a_step_that_raises_and_a_reset() -> None:
-    plain, model = twins()
+    plain, model = two_equal_models()
     shard_units(model, grid())
 
     def stop(*_: Any) -> None:

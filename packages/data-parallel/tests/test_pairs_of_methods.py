@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from custom_collectives import Gather, Scatter
-from data_parallel_model import same_gradients, twins
+from data_parallel_model import same_gradients, two_equal_models
 from shoal_data_parallel import DataParallelMeshDims, FSDPModule, fully_shard, replicate
 from shoal_mesh import DeviceMesh, init_device_mesh
 from shoal_mesh.testing import on_ranks
@@ -151,7 +151,7 @@ def check_pair(names: tuple[str, str], axes: str, features: tuple[int, ...]) -> 
     pair = [METHODS[name] for name in dict.fromkeys(names)]
     gain = pair[0].gain if len(pair) == 1 else pair[0].gain * pair[1].gain
     ranks = dist.get_world_size()
-    plain, model = twins(lambda: model_of(features))
+    plain, model = two_equal_models(lambda: model_of(features))
     AXES[axes](model, ranks)
     for step in range(2):
         plain.zero_grad()

@@ -25,7 +25,7 @@ from data_parallel_model import (
     pickled,
     same_gradients,
     train_alike,
-    twins,
+    two_equal_models,
 )
 from shoal_data_parallel import (
     DataParallelMeshDims,
@@ -76,7 +76,7 @@ def test_steps_are_those_of_one_device(ranks: int, recompute: bool | None) -> No
     @on_ranks(ranks, timeout=120)
     def check() -> None:
         mesh = pairs(ranks)
-        plain, model = twins(lambda: Model(recompute=recompute))
+        plain, model = two_equal_models(lambda: Model(recompute=recompute))
         shard(model, mesh)
         block = model.blocks[0]
         assert block.up.weight.device_mesh == mesh
@@ -92,7 +92,7 @@ def test_steps_are_those_of_one_device(ranks: int, recompute: bool | None) -> No
 def test_one_unit_of_all_blocks() -> None:
     """Parameters of two meshes in the outermost unit, which stays gathered after its forward."""
     mesh = pairs(4)
-    plain, model = twins()
+    plain, model = two_equal_models()
     fully_shard(model, whole(mesh), shard_placement_fn=wide_on_pairs(model, mesh))
     assert len(units_of(model)) == 2
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (plain, model)]
@@ -166,7 +166,7 @@ def gathers(model: Any, rows: Any) -> list[tuple[int, ...]]:
 @on_ranks(4, timeout=120)
 def test_each_mesh_of_a_unit_gathers_once() -> None:
     mesh = pairs(4)
-    (_, model) = twins()
+    (_, model) = two_equal_models()
     shard(model, mesh)
     rows = batch(0)
     rank = dist.get_rank()
@@ -220,7 +220,7 @@ METHODS: dict[str, Callable[[Any], object]] = {
 @on_ranks(4, timeout=120)
 def test_methods_concern_all_meshes(name: str) -> None:
     mesh = pairs(4)
-    plain, model = twins()
+    plain, model = two_equal_models()
     shard(model, mesh)
     METHODS[name](model)
     for step in range(2):
@@ -247,7 +247,7 @@ def test_methods_concern_all_meshes(name: str) -> None:
 @on_ranks(4, timeout=120)
 def test_collectives_of_the_user_concern_all_meshes() -> None:
     mesh = pairs(4)
-    plain, model = twins()
+    plain, model = two_equal_models()
     shard(model, mesh)
     gather = Gather()
     hooked: list[int] = []
@@ -263,7 +263,7 @@ def test_collectives_of_the_user_concern_all_meshes() -> None:
 @on_ranks(4, timeout=120)
 def test_copies_keep_the_meshes(copied_by: Callable[[Any], Any]) -> None:
     mesh = pairs(4)
-    plain, model = twins()
+    plain, model = two_equal_models()
     if copied_by is pickled:
         # a function of a test cannot be pickled
         info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
@@ -293,7 +293,7 @@ class OnPairs:
 @on_ranks(4, timeout=120)
 def test_shards_inside_small_groups_on_each_mesh() -> None:
     mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("copies", "shards"))
-    plain, model = twins()
+    plain, model = two_equal_models()
     shard(model, mesh, reshard_after_forward=2)
     backward_of_each(plain, model, in_rows(mesh))
     same_gradients(plain, model)
@@ -303,7 +303,9 @@ def test_shards_inside_small_groups_on_each_mesh() -> None:
 def test_axes_have_names_on_a_larger_mesh() -> None:
     """Parameters are DTensors on a mesh with the data axes, and modules see them there."""
     mesh = pairs(4)
-    plain, model = twins(lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)))
+    plain, model = two_equal_models(
+        lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    )
     dims = DataParallelMeshDims(shard="shards", replicate="copies")
     info = FSDPMeshInfo(mesh, dp_mesh_dims=dims, spmd_mesh=mesh)
     assert info.is_spmd_mesh

@@ -39,7 +39,7 @@ from data_parallel_model import (
     pickled,
     same_gradients,
     train_alike,
-    twins,
+    two_equal_models,
 )
 from shoal_data_parallel import (
     DataParallelMeshDims,
@@ -61,10 +61,10 @@ from shoal_mesh.testing import counts, fake_world, observed, on_ranks
 SMALL = 1000
 
 
-def pair(
+def single_and_replicated(
     mesh: DeviceMesh, make: Callable[[], nn.Module] = Model, **options: Any
 ) -> tuple[Any, Any]:
-    plain, model = twins(make)
+    plain, model = two_equal_models(make)
     return plain, replicate(model, mesh["data"], **({"bucket_bytes": SMALL} | options))
 
 
@@ -77,7 +77,7 @@ SHARDED = pytest.mark.parametrize("shard_optimizer", [False, True])
 @on_ranks(4)
 def test_training_is_that_of_one_device(bucket_bytes: int) -> None:
     mesh = mesh_of(4, 1)
-    plain, model = twins()
+    plain, model = two_equal_models()
     parameters = list(model.parameters())
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, foreach=True) for m in (plain, model)]
     # after the optimizer was made: parameters stay
@@ -91,13 +91,13 @@ def test_several_data_axes_and_an_axis_by_name() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("hosts", "data"))
     rank = torch.distributed.get_rank()
     tokens, targets = batch(0)
-    plain, model = twins()
+    plain, model = two_equal_models()
     replicate(model, mesh)
     loss_of(plain, tokens, targets).backward()
     loss_of(model, tokens.chunk(4)[rank], targets.chunk(4)[rank]).backward()
     same_gradients(plain, model)
     with mesh_of(4, 1):
-        model = replicate(twins()[1], "data")
+        model = replicate(two_equal_models()[1], "data")
     loss_of(model, tokens.chunk(4)[rank], targets.chunk(4)[rank]).backward()
     same_gradients(plain, model)
 
@@ -110,7 +110,7 @@ def test_checkpointed_blocks_and_shared_parameters(
     reentrant: bool, tied: bool, shard_optimizer: bool
 ) -> None:
     mesh = mesh_of(4, 1)
-    plain, model = pair(
+    plain, model = single_and_replicated(
         mesh, lambda: Model(recompute=reentrant, tied=tied), shard_optimizer=shard_optimizer
     )
     for _ in range(2):  # the second pass adds to what is there
@@ -136,7 +136,9 @@ class Repeated(nn.Module):
 @on_ranks(4)
 def test_gradients_that_arrive_in_several_turns(bucket_bytes: int, shard_optimizer: bool) -> None:
     mesh = mesh_of(4, 1)
-    plain, model = pair(mesh, Repeated, bucket_bytes=bucket_bytes, shard_optimizer=shard_optimizer)
+    plain, model = single_and_replicated(
+        mesh, Repeated, bucket_bytes=bucket_bytes, shard_optimizer=shard_optimizer
+    )
     x = torch.randn(8, 6, dtype=torch.float64, requires_grad=True)
     plain(x).square().mean().backward()
     model(*own(mesh, x)).square().mean().backward()
@@ -161,7 +163,7 @@ class Branching(nn.Module):
 @on_ranks(4)
 def test_parameters_that_some_ranks_or_none_use_or_outside_of_the_forward() -> None:
     mesh = mesh_of(4, 1)
-    plain, model = pair(mesh, Branching)
+    plain, model = single_and_replicated(mesh, Branching)
     x = torch.randn(4, 2, 6, dtype=torch.float64)
     rank = torch.distributed.get_rank()
     for one, rows in ((plain, range(4)), (model, [rank])):
@@ -179,14 +181,16 @@ def test_parameters_that_some_ranks_or_none_use_or_outside_of_the_forward() -> N
 @on_ranks(4)
 def test_gradients_are_kept_until_a_pass_that_reduces_them(shard_optimizer: bool) -> None:
     mesh = mesh_of(4, 1)
-    replicas_keep_gradients(*pair(mesh, shard_optimizer=shard_optimizer), mesh, shard_optimizer)
+    replicas_keep_gradients(
+        *single_and_replicated(mesh, shard_optimizer=shard_optimizer), mesh, shard_optimizer
+    )
 
 
 @SHARDED
 @on_ranks(4)
 def test_zero_grad_drops_what_is_kept(shard_optimizer: bool) -> None:
     mesh = mesh_of(4, 1)
-    plain, model = pair(mesh, shard_optimizer=shard_optimizer)
+    plain, model = single_and_replicated(mesh, shard_optimizer=shard_optimizer)
     with model.no_sync():
         loss_of(model, *own(mesh, *batch(1))).backward()
     model.zero_grad()
@@ -198,7 +202,7 @@ def test_zero_grad_drops_what_is_kept(shard_optimizer: bool) -> None:
 @on_ranks(4)
 def test_batches_of_different_sizes_with_a_divisor_of_one(shard_optimizer: bool) -> None:
     mesh = mesh_of(4, 1)
-    plain, model = pair(mesh, shard_optimizer=shard_optimizer)
+    plain, model = single_and_replicated(mesh, shard_optimizer=shard_optimizer)
     model.set_gradient_divide_factor(1)
     # gradients are added to those of a pass before
     for step in range(2):
@@ -215,7 +219,7 @@ def test_batches_of_different_sizes_with_a_divisor_of_one(shard_optimizer: bool)
 @SHARDED
 @on_ranks(4)
 def test_frozen_parameters_now_and_later(shard_optimizer: bool) -> None:
-    plain, model = twins()
+    plain, model = two_equal_models()
     replicas_freeze(plain, model, mesh_of(4, 1), shard_optimizer)
 
 
@@ -224,14 +228,16 @@ def test_frozen_parameters_now_and_later(shard_optimizer: bool) -> None:
 @on_ranks(4)
 def test_gradients_asked_for_by_name(compiled: bool, shard_optimizer: bool) -> None:
     mesh = mesh_of(4, 1)
-    replicas_are_asked_for_gradients(mesh, *pair(mesh, shard_optimizer=shard_optimizer), compiled)
+    replicas_are_asked_for_gradients(
+        mesh, *single_and_replicated(mesh, shard_optimizer=shard_optimizer), compiled
+    )
 
 
 @SHARDED
 @on_ranks(4)
 def test_gradients_of_inputs_alone_take_no_collective(shard_optimizer: bool) -> None:
     mesh = mesh_of(4, 1)
-    plain, model = pair(mesh, lambda: Block(6), shard_optimizer=shard_optimizer)
+    plain, model = single_and_replicated(mesh, lambda: Block(6), shard_optimizer=shard_optimizer)
     x = torch.randn(8, 6, dtype=torch.float64)
     (rows,) = (rows.requires_grad_() for rows in own(mesh, x))
     with observed() as events:
@@ -244,7 +250,7 @@ def test_gradients_of_inputs_alone_take_no_collective(shard_optimizer: bool) -> 
 @on_ranks(4)
 def test_gradients_that_some_ranks_or_none_are_to_get() -> None:
     mesh = mesh_of(4, 1)
-    _, model = pair(mesh, Branching)
+    _, model = single_and_replicated(mesh, Branching)
     x = torch.randn(2, 6, dtype=torch.float64)
     for block, odd, found in ((2, False, None), (1, True, LayoutError), (1, False, Tensor)):
         out = model(x, odd and torch.distributed.get_rank() % 2 == 1)
@@ -286,7 +292,9 @@ class Recomputing(nn.Sequential):
 @on_ranks(4)
 def test_a_pass_by_name_inside_of_another_is_reduced_once(shard_optimizer: bool) -> None:
     mesh = mesh_of(4, 1)
-    plain, model = pair(mesh, lambda: Recomputing(nn.Linear(6, 6)), shard_optimizer=shard_optimizer)
+    plain, model = single_and_replicated(
+        mesh, lambda: Recomputing(nn.Linear(6, 6)), shard_optimizer=shard_optimizer
+    )
     model.set_gradient_divide_factor(1)
     x = torch.randn(8, 6, dtype=torch.float64)
     plain(x).square().sum().backward()
@@ -297,7 +305,7 @@ def test_a_pass_by_name_inside_of_another_is_reduced_once(shard_optimizer: bool)
 @on_ranks(4)
 def test_a_module_inside_reduces_its_own_parameters() -> None:
     mesh = mesh_of(4, 1)
-    plain, model = twins()
+    plain, model = two_equal_models()
     replicate(model.blocks[0], mesh["data"])
     replicate(model, mesh["data"])
     backward_of_each(plain, model, mesh)
@@ -340,7 +348,7 @@ def test_replicated_modules_of_which_ranks_use_different_parameters(
     In another order on every rank, gradients of one would be those of the other.
     """
     mesh = mesh_of(4, 1)
-    plain, model = twins(Towers)
+    plain, model = two_equal_models(Towers)
     for tower in model.towers:
         replicate(tower, mesh["data"], bucket_bytes=1, shard_optimizer=shard_optimizer)
     if nested:
@@ -374,7 +382,7 @@ def test_reduced_in_another_dtype() -> None:
 @on_ranks(4)
 def test_sharded_state_trains_as_one_device(name: str) -> None:
     mesh = mesh_of(4, 1)
-    plain, model = pair(mesh, shard_optimizer=True)
+    plain, model = single_and_replicated(mesh, shard_optimizer=True)
     optimizers = [OPTIMIZERS[name](one) for one in (plain, model)]
     train_alike(plain, model, mesh, optimizers)
     torch.testing.assert_close(model(batch(3)[0]), plain(batch(3)[0]))
@@ -383,7 +391,7 @@ def test_sharded_state_trains_as_one_device(name: str) -> None:
 @on_ranks(4)
 def test_state_and_gradients_are_sharded_and_parameters_are_views() -> None:
     mesh = mesh_of(4, 1)
-    _, model = pair(mesh, shard_optimizer=True)
+    _, model = single_and_replicated(mesh, shard_optimizer=True)
     seen: list[Tensor] = []
     model.head.register_forward_hook(lambda module, args, out: seen.append(module.weight))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -401,7 +409,7 @@ def test_state_and_gradients_are_sharded_and_parameters_are_views() -> None:
 @on_ranks(4)
 def test_updated_parameters_are_gathered_once() -> None:
     mesh = mesh_of(4, 1)
-    _, model = pair(mesh, shard_optimizer=True, bucket_bytes=2**20)
+    _, model = single_and_replicated(mesh, shard_optimizer=True, bucket_bytes=2**20)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for gathers in (0, 1):
         for again in (False, True):
@@ -418,7 +426,7 @@ def test_updated_parameters_are_gathered_once() -> None:
 def test_a_model_made_without_memory_is_filled_later() -> None:
     with torch.device("meta"):
         model = Model().double()
-    replicas_are_filled(twins()[0], model, mesh_of(4, 1))
+    replicas_are_filled(two_equal_models()[0], model, mesh_of(4, 1))
 
 
 @on_ranks(2)
@@ -440,7 +448,7 @@ def test_values_of_a_model_made_without_memory_are_those_of_one_rank() -> None:
 @on_ranks(4)
 def test_what_sharded_state_refuses() -> None:
     mesh = mesh_of(4, 1)
-    _, model = pair(mesh, shard_optimizer=True)
+    _, model = single_and_replicated(mesh, shard_optimizer=True)
     data = own(mesh, *batch(0))
     handle = model.head.bias.register_hook(lambda grad: grad * 3)
     with pytest.raises(StyleError, match="gradient hook"):
@@ -479,13 +487,15 @@ def test_a_copy_is_replicated_too(
     shard_optimizer: bool, copied_by: Callable[[nn.Module], Any]
 ) -> None:
     mesh = mesh_of(4, 1)
-    replicas_are_copied(*pair(mesh, shard_optimizer=shard_optimizer), mesh, copied_by)
+    replicas_are_copied(
+        *single_and_replicated(mesh, shard_optimizer=shard_optimizer), mesh, copied_by
+    )
 
 
 @on_ranks(4)
 def test_parameters_that_are_replaced_or_added() -> None:
     mesh = mesh_of(4, 1)
-    replicas_grow(*pair(mesh), mesh)
+    replicas_grow(*single_and_replicated(mesh), mesh)
 
 
 @pytest.mark.parametrize(
@@ -494,7 +504,7 @@ def test_parameters_that_are_replaced_or_added() -> None:
 @on_ranks(2)
 def test_compiled_as_one_or_inside(inside: bool, shard_optimizer: bool) -> None:
     mesh = mesh_of(2, 1)
-    plain, model = pair(
+    plain, model = single_and_replicated(
         mesh,
         lambda: nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6)),
         shard_optimizer=shard_optimizer,
@@ -520,7 +530,7 @@ def test_compiled_as_one_or_inside(inside: bool, shard_optimizer: bool) -> None:
 @on_ranks(4)
 def test_one_reduction_for_each_bucket_beside_backward(shard_optimizer: bool) -> None:
     mesh = mesh_of(4, 1)
-    _, model = pair(mesh, shard_optimizer=shard_optimizer)
+    _, model = single_and_replicated(mesh, shard_optimizer=shard_optimizer)
     began: list[int] = []
     counted = CommDebugMode()
     model.embedding.register_full_backward_pre_hook(
@@ -573,13 +583,15 @@ def test_a_backward_that_raises_leaves_gradients_as_they_were(
     kept: bool, shard_optimizer: bool
 ) -> None:
     mesh = mesh_of(4, 1)
-    replicas_outlive_a_fault(*pair(mesh, shard_optimizer=shard_optimizer), mesh, kept)
+    replicas_outlive_a_fault(
+        *single_and_replicated(mesh, shard_optimizer=shard_optimizer), mesh, kept
+    )
 
 
 @on_ranks(4)
 def test_what_is_refused() -> None:
     mesh = mesh_of(4, 1)
-    plain, model = pair(mesh)
+    plain, model = single_and_replicated(mesh)
     with pytest.raises(LayoutError, match="replicated already"):
         replicate(model, mesh["data"])
     with pytest.raises(LayoutError, match="fully_shard averages"):
@@ -704,7 +716,9 @@ def test_a_forward_may_write_what_all_ranks_have(shard_optimizer: bool) -> None:
     def normalize(weight: Tensor, _: Tensor) -> object:
         return weight.div_(weight.norm(dim=1, keepdim=True))
 
-    plain, model = pair(mesh_of(2, 1), lambda: Writing(normalize), shard_optimizer=shard_optimizer)
+    plain, model = single_and_replicated(
+        mesh_of(2, 1), lambda: Writing(normalize), shard_optimizer=shard_optimizer
+    )
     x = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
     for _ in range(3):
@@ -769,7 +783,7 @@ def test_buffers_are_each_ranks_own_or_the_first_ranks(broadcast_buffers: bool) 
 def test_kept_gradients_are_reduced_without_a_backward(shard_optimizer: bool) -> None:
     """Also those of a rank that has kept none, and zeros for torch.autograd.grad meanwhile."""
     mesh = mesh_of(4, 1)
-    plain, model = twins()
+    plain, model = two_equal_models()
     replicate(model.blocks[0], mesh["data"], shard_optimizer=shard_optimizer)
     replicate(model, mesh["data"], shard_optimizer=shard_optimizer)
     model.set_requires_gradient_sync(False)

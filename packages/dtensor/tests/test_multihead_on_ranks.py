@@ -20,7 +20,7 @@ from shoal_mesh.testing import on_ranks
 R, S0 = Replicate(), Shard(0)
 
 
-def pair() -> tuple[Any, Any]:
+def two_equal_modules() -> tuple[Any, Any]:
     """The same attention module twice, in float64."""
     modules = []
     for _ in range(2):
@@ -42,7 +42,7 @@ def shard_in_proj_bias(name: str, module: nn.Module, mesh: Any) -> None:
 @on_ranks(4)
 def test_a_sharded_projection_bias_trains() -> None:
     mesh = init_device_mesh("cpu", (4,))
-    plain, module = pair()
+    plain, module = two_equal_modules()
     distribute_module(module, mesh, shard_in_proj_bias)
     # q, k and v have 36 rows of the bias: the third of three shards of 12 crosses ranks, one rank
     # has none
@@ -61,7 +61,7 @@ def test_a_sharded_projection_bias_trains() -> None:
 @on_ranks(4)
 def test_the_fused_kernel_of_evaluation(need_weights: bool) -> None:
     mesh = init_device_mesh("cpu", (4,))
-    plain, module = (each.eval() for each in pair())
+    plain, module = (each.eval() for each in two_equal_modules())
     distribute_module(module, mesh)
     x = draw(2)
     spread = distribute_tensor(x, mesh, [S0])

@@ -48,7 +48,7 @@ PLANS: dict[str, tuple[dict[str, Any], list[int]]] = {
 }
 
 
-def pair(plan: str, kind: str) -> tuple[nn.Module, nn.Module]:
+def single_and_parallel(plan: str, kind: str) -> tuple[nn.Module, nn.Module]:
     """A plain model and a parallel one, some of whose parameters are computed since."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 5), nn.LayerNorm(5)).double()
@@ -68,7 +68,7 @@ def pair(plan: str, kind: str) -> tuple[nn.Module, nn.Module]:
 @pytest.mark.parametrize("kind", COMPUTED)
 @on_ranks(3)
 def test_values_and_gradients_are_those_of_one_device(kind: str, plan: str) -> None:
-    plain, parallel = pair(plan, kind)
+    plain, parallel = single_and_parallel(plan, kind)
     x = torch.randn(2, 6, 8, dtype=torch.float64)
     expected, got = plain(x), full_tensor(parallel(x))
     torch.testing.assert_close(got, expected)

@@ -30,7 +30,7 @@ from shoal_tp_styles import (
 )
 
 
-def pair(make: Callable[[], nn.Module], plan: Any) -> tuple[Any, Any, DeviceMesh]:
+def single_and_parallel(make: Callable[[], nn.Module], plan: Any) -> tuple[Any, Any, DeviceMesh]:
     """A module on one device, the same in parallel on four ranks, and their mesh."""
     mesh = init_device_mesh("cpu", (4,))
     modules = []
@@ -80,7 +80,7 @@ def test_uneven_shards_of_a_sequence_do_not_leave_as_plain_tensors(length: int) 
         ColwiseParallel(input_layouts=Shard(1)),
         RowwiseParallel(output_layouts=Shard(1)),
     )
-    plain, model, _ = pair(FeedForward, {"": ports, "up": columns, "down": rows})
+    plain, model, _ = single_and_parallel(FeedForward, {"": ports, "up": columns, "down": rows})
     torch.testing.assert_close(model(draw(2, 8, 8)), plain(draw(2, 8, 8)))
     with pytest.raises(LayoutError, match=f"dim 1 of the output has {length} elements"):
         model(draw(2, length, 8))
@@ -108,7 +108,7 @@ def test_blocks_of_features_are_sharded_as_the_rows_behind_them() -> None:
 @on_ranks(4)
 def test_recurrent_modules_with_fewer_rows_than_ranks(kind: Any) -> None:
     style = SequenceParallel(sequence_dim=0, use_local_output=False)
-    plain, model, mesh = pair(lambda: kind(4, 3, batch_first=True), style)
+    plain, model, mesh = single_and_parallel(lambda: kind(4, 3, batch_first=True), style)
     x = draw(2, 5, 4)
     out, state = model(distribute_tensor(x, mesh, [Shard(0)]))
     expected, expected_state = plain(x)
@@ -129,6 +129,6 @@ def test_recurrent_modules_with_fewer_rows_than_ranks(kind: Any) -> None:
 @pytest.mark.parametrize(("kind", "sizes"), [(nn.Linear, (8, 8)), (nn.LayerNorm, (8,))])
 @fake_world(4)
 def test_the_feature_dim_of_a_token_is_not_a_sequence(kind: Any, sizes: tuple[int, ...]) -> None:
-    _, model, _ = pair(lambda: kind(*sizes), SequenceParallel(sequence_dim=0))
+    _, model, _ = single_and_parallel(lambda: kind(*sizes), SequenceParallel(sequence_dim=0))
     with pytest.raises(LayoutError, match="reads all features of a token"):
         model(draw(8))

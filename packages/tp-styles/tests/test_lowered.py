@@ -145,7 +145,7 @@ class Blocks(nn.Module):
         return out
 
 
-def pair(first: nn.Module, second: nn.Module) -> nn.Module:
+def with_tanh_between(first: nn.Module, second: nn.Module) -> nn.Module:
     """Columns, an activation, rows."""
     return nn.Sequential(first, nn.Tanh(), second)
 
@@ -165,13 +165,16 @@ FUSED = {
 # Name -> how it is built, its plan; all take and give (4, 6, 12), and no width divides by the
 # ranks.
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
-    "linear": (lambda: pair(nn.Linear(12, 7), nn.Linear(7, 12)), COLUMNS_ROWS),
+    "linear": (lambda: with_tanh_between(nn.Linear(12, 7), nn.Linear(7, 12)), COLUMNS_ROWS),
     "overlapped": (
-        lambda: pair(nn.Linear(12, 7), nn.Linear(7, 12)),
+        lambda: with_tanh_between(nn.Linear(12, 7), nn.Linear(7, 12)),
         {"0": ColwiseParallel(), "2": RowwiseParallel().overlapped(2)},
     ),
-    "transposed": (lambda: pair(Transposed(12, 7), Transposed(7, 12)), COLUMNS_ROWS),
-    "convolution": (lambda: pair(nn.Conv1d(6, 7, 3, padding=1), nn.Conv1d(7, 6, 1)), COLUMNS_ROWS),
+    "transposed": (lambda: with_tanh_between(Transposed(12, 7), Transposed(7, 12)), COLUMNS_ROWS),
+    "convolution": (
+        lambda: with_tanh_between(nn.Conv1d(6, 7, 3, padding=1), nn.Conv1d(7, 6, 1)),
+        COLUMNS_ROWS,
+    ),
     "groups": (
         lambda: nn.Sequential(nn.Conv1d(6, 15, 1), nn.GroupNorm(3, 15), nn.Conv1d(15, 6, 1)),
         {
@@ -180,7 +183,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
             "2": RowwiseParallel().aligned(5),
         },
     ),
-    "adapters": (lambda: pair(nn.Linear(12, 7), nn.Linear(7, 12)), ADAPTERS),
+    "adapters": (lambda: with_tanh_between(nn.Linear(12, 7), nn.Linear(7, 12)), ADAPTERS),
     "attention": (Alone, {"inner": HeadParallel()}),
     "fused": (Blocks, FUSED),
 }

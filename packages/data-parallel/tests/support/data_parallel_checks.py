@@ -31,7 +31,7 @@ from data_parallel_model import (
     raising,
     same_gradients,
     same_weights,
-    units,
+    shard_blocks_and_root,
 )
 from shoal_data_parallel import replicate
 from shoal_dtensor import DTensor, distribute_tensor, get_state_dict, set_state_dict
@@ -276,7 +276,7 @@ def full_state_dicts_load(
             if parallel is not None and mesh.shape[1] > 1:
                 parallel(model, mesh)
             if kind == "fully_shard":
-                units(model, mesh["data"])
+                shard_blocks_and_root(model, mesh["data"])
             else:
                 replicate(model, mesh["data"], shard_optimizer=kind == "ZeRO-1")
         return model, torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -33,9 +33,9 @@ __all__ = [
     "raising",
     "same_gradients",
     "same_weights",
+    "shard_blocks_and_root",
     "train_alike",
-    "twins",
-    "units",
+    "two_equal_models",
 ]
 
 VOCABULARY = 13
@@ -90,7 +90,7 @@ def mesh_of(data: int, tensor: int) -> DeviceMesh:
     return init_device_mesh("cpu", (data, tensor), mesh_dim_names=("data", "tensor"))
 
 
-def twins(make: Callable[[], nn.Module] = Model) -> list[Any]:
+def two_equal_models(make: Callable[[], nn.Module] = Model) -> list[Any]:
     """A model, and the same again, to be made parallel."""
     made = []
     for _ in range(2):
@@ -121,7 +121,7 @@ def adapted() -> Any:
     return model.double()
 
 
-def units(model: Any, data: DeviceMesh) -> Any:
+def shard_blocks_and_root(model: Any, data: DeviceMesh) -> Any:
     """Blocks and model as units over a data axis."""
     for block in model.blocks:
         fully_shard(block, data)

@@ -21,7 +21,7 @@ from data_parallel_model import (
     own,
     raising,
     same_gradients,
-    units,
+    shard_blocks_and_root,
 )
 from shoal_data_parallel import replicate
 from shoal_dtensor import DTensor
@@ -53,7 +53,7 @@ def outlive_a_fault(
     if "replicate" in kind:
         replicate(model, mesh["data"], shard_optimizer="state" in kind)
     else:
-        units(model, mesh["data"])
+        shard_blocks_and_root(model, mesh["data"])
     optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1) for one in (plain, model)]
     for one, optimizer, rows in zip(
         (plain, model), optimizers, (batch(0), own(mesh, *batch(0))), strict=True
