@@ -391,8 +391,10 @@ class ReplacedAttention(FunctionMode):
 
 Enter = Callable[[], AbstractContextManager[object]]
 
-# The functions whose frames refer to the object with the function to recompute, for the two kinds
-# of checkpoint. From torch 2.14 on, `checkpoint` calls an inner function for the second kind.
+# torch has no public hook at the begin of a recomputation, and programs call torch's `checkpoint`
+# themselves. Therefore the frames are read of the functions that refer to the object with the
+# function to recompute, for the two kinds of checkpoint. From torch 2.14 on, `checkpoint` calls an
+# inner function for the second kind.
 _REENTRANT = CheckpointFunction.forward.__code__
 _NON_REENTRANT = unwrap(
     getattr(torch.utils.checkpoint, "_checkpoint_impl", torch.utils.checkpoint.checkpoint)

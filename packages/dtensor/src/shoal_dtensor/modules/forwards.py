@@ -162,7 +162,7 @@ def set_forward(module: nn.Module, forward: ModuleForward | None) -> None:
 
 @lru_cache(maxsize=1024)
 def _call_with_signature(cls: type[ModuleForward], forward: Any) -> FunctionType:
-    """Return `kind.__call__` with the signature of the replaced forward.
+    """Return `cls.__call__` with the signature of the replaced forward.
 
     Libraries inspect that signature for its inputs.
     """
