@@ -135,7 +135,7 @@ def in_lockstep() -> bool:
 
 
 class _Activity(StrEnum):
-    """What a rank does in a lockstep block, as far as ranks that wait for it need to know."""
+    """Activity of a rank in a lockstep block, as far as ranks that wait for it need to know."""
 
     RUNS = "runs"
     WAITS = "waits"
