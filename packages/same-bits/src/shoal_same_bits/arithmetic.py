@@ -35,13 +35,13 @@ from shoal_dtensor.internal import ReplacedAttention, arithmetic, check_types, s
 from shoal_mesh import DeviceMesh, sums_in_tree
 from shoal_tp_styles import Lowered, ModuleSharding, Port
 from shoal_tp_styles.internal import (
-    COMPLETION,
     ColumnEmbedding,
     ColumnLinear,
     DTensorForward,
     RowEmbedding,
     RowLinear,
     SequenceDropout,
+    StyleOrigin,
     Tokenwise,
     is_norm,
     lowered_of,
@@ -128,12 +128,15 @@ class InvariantArithmetic(BlockArithmetic):
             form = _form_without_style(owner)
             if form is None:
                 raise _without_form(f"module {path!r} ({type(owner).__name__})")
-            # The output is computed replicated, and leaves the module replicated. The name
-            # COMPLETION in the place of a style marks this form: a style that is applied to the
-            # module later replaces it.
+            # The output is computed replicated, and leaves the module replicated. A style that is
+            # applied to the module later replaces this form (`StyleOrigin.ARITHMETIC`).
             replicated = Port(Replicate(), Replicate())
             sharding = ModuleSharding(
-                COMPLETION, outputs=(replicated,), lowering=form, distributes=False
+                "completed by the active arithmetic",
+                outputs=(replicated,),
+                lowering=form,
+                distributes=False,
+                origin=StyleOrigin.ARITHMETIC,
             )
             completed = form(owner, sharding, axis)
             # Here `lowered` is None or an empty boundary. The boundary stays, and redistributes

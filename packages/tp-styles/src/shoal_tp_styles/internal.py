@@ -36,6 +36,6 @@ from .plan.resolve import (
 )
 from .plan.verify import MOST_RANKS, kind_and_first_line, map_tensors, try_plan
 from .sharding.module_kinds import class_of, experts_of, kinds_of, out_features
-from .sharding.module_sharding import COMPLETION, Adapter
+from .sharding.module_sharding import Adapter, StyleOrigin
 from .styles.linear import COLWISE
 from .styles.lora import initialize_adapter

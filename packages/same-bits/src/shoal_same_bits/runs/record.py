@@ -31,7 +31,7 @@ from shoal_dtensor.internal import (
 from shoal_mesh import DeviceMesh, all_reduce
 from shoal_mesh.internal import agree, html_table, html_text
 from shoal_tp_styles import Lowered
-from shoal_tp_styles.internal import COMPLETION, lowered_of
+from shoal_tp_styles.internal import StyleOrigin, lowered_of
 
 from .fingerprints import GlobalPart, part_of_output, part_of_tensor
 
@@ -358,7 +358,8 @@ class _Recorder(TorchDispatchMode):
 
 def _declares_outputs(lowered: Lowered) -> bool:
     """Tell whether a style of the user says how the module's outputs are sharded."""
-    return lowered.sharding.style != COMPLETION and bool(lowered.sharding.outputs)
+    is_of_user = lowered.sharding.origin is not StyleOrigin.ARITHMETIC
+    return is_of_user and bool(lowered.sharding.outputs)
 
 
 # --- comparison -----------------------------------------------------------------------------------

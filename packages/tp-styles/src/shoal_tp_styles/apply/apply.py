@@ -39,17 +39,14 @@ from ..lowering.parameters import HOW_TO_QUANTIZE
 from ..lowering.ports import DTensorForward
 from ..sharding.module_kinds import computed_parameters
 from ..sharding.module_sharding import (
-    COMPLETION,
     Adapter,
     Experts,
     FusedBlocks,
     LatentFeatures,
     ModuleSharding,
+    StyleOrigin,
 )
 
-# The name of the style of a module that is parallel only because it shares a weight with a module
-# that a plan names. If a later plan names this module, too, the style of the plan takes its place.
-TIED = "tied weight"
 # attribute of a plain parameter: the DTensor parameter that has replaced it
 _SUCCESSOR = "_shoal_successor"
 # attribute of a module: the names of the applied styles without a `ModuleSharding`; such a style
@@ -103,10 +100,9 @@ def apply_sharding(
             f"{sharding.style}: {type(module).__name__} has a forward set on the instance, which "
             "the style would hide; define forward in the class"
         )
-    # A module without a style of its own may have the forward of a mode of arithmetic (COMPLETION),
-    # or of a shared weight (TIED). The new forward takes the place of such a forward, and does not
-    # call it.
-    if isinstance(inner, Lowered) and inner.sharding.style in (COMPLETION, TIED):
+    # A module without a style of its own may have the forward of a mode of arithmetic, or of a shared
+    # weight. The new forward takes the place of such a forward, and does not call it.
+    if isinstance(inner, Lowered) and inner.sharding.origin is not StyleOrigin.PLAN:
         inner = None
     conflict = conflicting_style(module, sharding.style, "", distributes=sharding.distributes)
     if conflict is not None:
@@ -297,7 +293,7 @@ def conflicting_style(module: nn.Module, style: str, path: str, *, distributes: 
         is_same = sharding.style == style
         both_shard = sharding.distributes and distributes
         # The style of a shared weight makes way for another style.
-        makes_way = sharding.style == TIED
+        makes_way = sharding.origin is StyleOrigin.TIED_WEIGHT
         if is_same or (both_shard and not makes_way):
             earlier.append(sharding.style)
     if not earlier:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
@@ -144,9 +145,19 @@ class ExpertOwner:
         return Shard(0, sizes=tuple(self.rows * (rank == owner) for rank in range(ranks)))
 
 
-# The style's name in a module without a style of its own, whose forward the active arithmetic (such
-# as `invariant_arithmetic`) has replaced. A style that is applied later replaces this style.
-COMPLETION = "completed by the active arithmetic"
+class StyleOrigin(Enum):
+    """The reason why a module is parallel; a style of a plan takes the place of the others.
+
+    Attributes:
+        PLAN: a plan or a call gives the module a style.
+        TIED_WEIGHT: the module shares a weight with a module that a plan names.
+        ARITHMETIC: the active arithmetic (such as `invariant_arithmetic`) has replaced its forward.
+    """
+
+    PLAN = auto()
+    TIED_WEIGHT = auto()
+    ARITHMETIC = auto()
+
 
 Options = TypeVar("Options")
 
@@ -320,6 +331,7 @@ class ModuleSharding:
         own_parameters: whether only parameters of the module itself become DTensors, and its
             children may have styles of their own.
         strict: whether a number of inputs or outputs other than the number of ports is an error.
+        origin: why the module is parallel.
     """
 
     style: str
@@ -335,6 +347,7 @@ class ModuleSharding:
     distributes: bool = True
     own_parameters: bool = False
     strict: bool = False
+    origin: StyleOrigin = field(default=StyleOrigin.PLAN, repr=False)
 
     @property
     def axes(self) -> int:

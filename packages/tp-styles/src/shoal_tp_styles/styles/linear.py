@@ -15,7 +15,6 @@ from torch import nn
 from shoal_dtensor import Partial, Placement, Replicate, Shard
 from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
 
-from ..apply.apply import TIED
 from ..lowering.lowered import Lowered
 from ..modules.channels import Channels
 from ..modules.composed_linear import FusedColumn
@@ -38,6 +37,7 @@ from ..sharding.module_sharding import (
     Overlap,
     ParameterPlacement,
     Port,
+    StyleOrigin,
 )
 from .activation import sharded_groups
 from .style import DeclaredStyle, LayoutField, check_forward, unsupported_error
@@ -368,7 +368,8 @@ class TiedStyle(DeclaredStyle):
     of: DeclaredStyle
 
     def sharding(self, module: nn.Module) -> ModuleSharding:
-        return replace(self.of.sharding(module), style=TIED)
+        sharding = self.of.sharding(module)
+        return replace(sharding, style="tied weight", origin=StyleOrigin.TIED_WEIGHT)
 
 
 def style_of_tied(module: nn.Module, placement: Placement) -> TiedStyle | None:
