@@ -40,11 +40,11 @@ from torch import nn
 from torch._C._distributed_c10d import TCPStore
 
 from shoal_data_parallel import fully_shard, replicate
-from shoal_dtensor.api.state_dicts import get_state_dict, set_state_dict
+from shoal_dtensor import get_state_dict, set_state_dict
 from shoal_dtensor.checkpoint import Checkpointer, HeldState
 from shoal_mesh import DeviceMesh, ElasticWorld, all_reduce, init_device_mesh
 from shoal_mesh.errors import RankError
-from shoal_mesh.local_ranks.pool import RankPool
+from shoal_mesh.testing import RankPool
 from shoal_tp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
 
 MESHES = {1: (1, 1), 2: (1, 2), 3: (3, 1), 4: (2, 2)}

@@ -38,7 +38,7 @@ from shoal_mesh import (
     restart_world,
 )
 from shoal_mesh.errors import RankError
-from shoal_mesh.local_ranks.pool import RankPool
+from shoal_mesh.testing import RankPool
 
 PAGE = Path(__file__).parent.parent / "docs" / "faults.md"
 TIMEOUT = 4.0

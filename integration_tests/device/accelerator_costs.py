@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from shoal_mesh import topology
-from shoal_mesh.local_ranks.pool import RankPool
+from shoal_mesh.testing import RankPool
 
 
 def use_costs() -> None:

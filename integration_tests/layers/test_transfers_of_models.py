@@ -22,7 +22,7 @@ from shoal_mesh.testing import on_ranks
 from shoal_models import load_sharded, save_sharded
 from shoal_tp_styles import UnmatchedPlanWarning, parallelize_module
 from shoal_transfer import WeightTransfer, describe, plan_transfer
-from shoal_transfer.manifest.weights import weights_of
+from shoal_transfer.internal import weights_of
 
 pytestmark = needs_hf
 

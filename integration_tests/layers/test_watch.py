@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from shoal_data_parallel import replicate
 from shoal_dtensor import Replicate, Shard, random_mode
 from shoal_dtensor.errors import SpmdTypeError
-from shoal_dtensor.random_layouts.region import current_watch
+from shoal_dtensor.internal import current_watch
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_spmd_types import P, PartitionSpec, R, S, V, assert_type

@@ -36,7 +36,7 @@ from shoal_data_parallel import (
     fully_shard,
     mesh_info,
 )
-from shoal_data_parallel.units.unit import units_of
+from shoal_data_parallel.internal import units_of
 from shoal_dtensor import DTensor, Replicate, Shard
 from shoal_mesh import DeviceMesh, LockstepError, init_device_mesh
 from shoal_mesh.internal import observing

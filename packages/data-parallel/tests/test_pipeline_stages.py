@@ -26,7 +26,7 @@ from shoal_data_parallel import (
     reduce_after_last_microbatch,
     replicate,
 )
-from shoal_data_parallel.units.unit import units_of
+from shoal_data_parallel.internal import units_of
 from shoal_dtensor import (
     DTensor,
     Partial,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from derived_calls import derived, seeded
 from operator_calls import Call, Calls, recorded
-from shoal_dtensor._torch.tensors import pytree
+from shoal_dtensor.internal import pytree
 from shoal_dtensor.rules import Table, all_rules
 from shoal_dtensor.testing import validate
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal_dtensor import Partial, Replicate, Shard, Spec
+from shoal_dtensor import Partial, Placement, Replicate, Shard, Spec
 from shoal_dtensor.dispatch.assign import (
     Sharding,
     ShardingProblem,
@@ -13,7 +13,6 @@ from shoal_dtensor.dispatch.assign import (
     assign_without_moves,
     is_plain,
 )
-from shoal_dtensor.layout.placements import Placement
 from shoal_dtensor.rules import P, R, Row, S
 from shoal_mesh import abstract_mesh
 

@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from shoal_dtensor import DTensor, Partial, Replicate, Shard, coalesce, distribute_tensor
+from shoal_dtensor import DTensor, Partial, Placement, Replicate, Shard, coalesce, distribute_tensor
 from shoal_dtensor.errors import NoRuleError
-from shoal_dtensor.layout.placements import Placement
 from shoal_mesh import DeviceMesh, LockstepError, init_device_mesh, lockstep, restart_world
 from shoal_mesh.testing import fake_world, observed, on_ranks
 

@@ -23,7 +23,7 @@ from shoal_dtensor import (
     communication,
     distribute_tensor,
 )
-from shoal_dtensor._torch.tensors import pytree
+from shoal_dtensor.internal import pytree
 from shoal_dtensor.rng.state import count_as_checked
 from shoal_dtensor.rules import Row, Rule, S, all_rules
 from shoal_dtensor.rules.language.rule import overlay

@@ -7,11 +7,10 @@ import math
 import pytest
 import torch
 
-from shoal_dtensor import Replicate, Shard, Spec
+from shoal_dtensor import Replicate, Shard, Spec, random_mode
 from shoal_dtensor.rng import counter as counter_mode
 from shoal_dtensor.rng.counter import philox
 from shoal_dtensor.rng.draw import draw
-from shoal_dtensor.rng.state import random_mode
 from shoal_dtensor.rng.streams import Fill
 from shoal_mesh import abstract_mesh
 

@@ -13,10 +13,9 @@ from torch import Tensor
 from random_specs import draw_spec
 from shoal_dtensor import Partial, Replicate, Shard, Spec
 from shoal_dtensor.errors import RedistributeError
+from shoal_dtensor.internal import Plan, ShardsInFlight
 from shoal_dtensor.redistribute.execution.execute import run_plan
 from shoal_dtensor.redistribute.plan import plan
-from shoal_dtensor.redistribute.shards_in_flight import ShardsInFlight
-from shoal_dtensor.redistribute.steps import Plan
 from shoal_dtensor.testing import coordinates, global_value, local_shards, simulate
 from shoal_mesh import DeviceMesh, abstract_mesh, init_device_mesh
 from shoal_mesh.testing import on_ranks

@@ -18,6 +18,7 @@ import shoal_dtensor
 from shoal_dtensor import (
     DTensor,
     Partial,
+    Placement,
     Replicate,
     Shard,
     Spec,
@@ -29,7 +30,6 @@ from shoal_dtensor import (
     rand,
 )
 from shoal_dtensor.errors import PlacementError, StyleError
-from shoal_dtensor.layout.placements import Placement
 from shoal_dtensor.redistribute import scatter as scatter_module
 from shoal_dtensor.redistribute.scatter import scattering, shard_of
 from shoal_mesh import CommDebugMode, DeviceMesh, abstract_mesh, init_device_mesh, lockstep

@@ -13,9 +13,17 @@ import torch
 from torch import Tensor
 
 from random_specs import draw_spec
-from shoal_dtensor import DTensor, Partial, Replicate, Shard, Spec, coalesce, distribute_tensor
+from shoal_dtensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    Spec,
+    coalesce,
+    distribute_tensor,
+)
 from shoal_dtensor.errors import RedistributeError
-from shoal_dtensor.layout.placements import Placement
 from shoal_dtensor.redistribute.execution.execute import run_plan
 from shoal_dtensor.redistribute.plan import plan
 from shoal_dtensor.redistribute.shards_in_flight import ShardsInFlight

@@ -10,10 +10,9 @@ from itertools import product
 import pytest
 import torch
 
-from shoal_dtensor import DTensor, Partial, PartitionSpec, Replicate, Shard, Spec
+from shoal_dtensor import DTensor, Partial, PartitionSpec, Placement, Replicate, Shard, Spec
 from shoal_dtensor.api.explain import explain
 from shoal_dtensor.errors import PlacementError
-from shoal_dtensor.layout.placements import Placement
 from shoal_dtensor.redistribute.plan import plan
 from shoal_dtensor.redistribute.traffic import least_bytes, plan_traffic
 from shoal_mesh import Link, abstract_mesh, init_device_mesh

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shoal_dtensor import Partial, Replicate, Shard, distribute_tensor, full_tensor
-from shoal_dtensor.tensor.dtensor import DTensor
+from shoal_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, full_tensor
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import on_ranks
 

@@ -15,14 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from operator_calls import recorded
-from shoal_dtensor import Replicate, Shard, ShoalTensorError, Spec, distribute_tensor
+from shoal_dtensor import Replicate, Shard, ShoalTensorError, Spec, TensorMeta, distribute_tensor
 from shoal_dtensor._torch.operators import results_of
 from shoal_dtensor.dispatch import global_call
 from shoal_dtensor.dispatch.global_call import outputs_by_meta_kernel, outputs_by_probe
 from shoal_dtensor.dispatch.propagate import decide, rule_of
 from shoal_dtensor.errors import OperatorArgumentError
 from shoal_dtensor.layout.memory_order import contiguous_stride
-from shoal_dtensor.layout.tensor_meta import TensorMeta
 from shoal_dtensor.rules.all_rules import TABLE
 from shoal_dtensor.scopes import DEFAULT
 from shoal_mesh import DeviceMesh, abstract_mesh, init_device_mesh

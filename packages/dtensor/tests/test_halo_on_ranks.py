@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 
 from operator_calls import recording
 from shoal_dtensor import DTensor, Replicate, Shard, distribute_tensor
-from shoal_dtensor.layout.boxes import spans
+from shoal_dtensor.internal import spans
 from shoal_dtensor.layout.dim_sharding import DimSharding
 from shoal_dtensor.rules import OpCall, S
 from shoal_dtensor.rules.all_rules import TABLE

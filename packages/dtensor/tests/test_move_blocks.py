@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings, strategies as st
 
-from shoal_dtensor.layout.boxes import Box, slices_of, whole_box
+from shoal_dtensor.internal import Box, slices_of, whole_box
 from shoal_dtensor.redistribute.blocks import BlockMove, exchange_blocks, move_blocks
 from shoal_mesh import comm_over
 from shoal_mesh.testing import on_ranks

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shoal_dtensor import TensorMeta
 from shoal_dtensor.errors import ArgumentValueError
 from shoal_dtensor.layout.memory_order import contiguous_stride
-from shoal_dtensor.layout.tensor_meta import TensorMeta
 from shoal_dtensor.rules import (
     OpCall,
     P,

@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal_dtensor import errors, rules
-from shoal_dtensor.layout.tensor_meta import TensorMeta
-from shoal_dtensor.optim.local_step import local_step
+from shoal_dtensor import TensorMeta, errors, local_step, rules
 
 
 def test_old_names_catch_what_they_caught() -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal_dtensor import Partial, Replicate, Shard
+from shoal_dtensor import Partial, Placement, Replicate, Shard, Spec
 from shoal_dtensor.errors import RedistributeError
-from shoal_dtensor.layout.placements import Placement
-from shoal_dtensor.layout.spec import Spec
+from shoal_dtensor.internal import Plan
 from shoal_dtensor.redistribute.plan import _plan, alternatives, cache_clear, plan, price
-from shoal_dtensor.redistribute.steps import Plan
 from shoal_mesh import Link, abstract_mesh, set_topology
 from shoal_mesh.internal import Topology
 

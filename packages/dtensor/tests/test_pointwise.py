@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal_dtensor import TensorMeta
-from shoal_dtensor.layout.placements import Partial
+from shoal_dtensor import Partial, TensorMeta
 from shoal_dtensor.rules import OpCall, P, Row, flatten
 from shoal_dtensor.rules.math.pointwise import POINTWISE
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal_dtensor import CommunicationForbiddenError, Partial, Replicate, Shard, Spec
+from shoal_dtensor import CommunicationForbiddenError, Partial, Placement, Replicate, Shard, Spec
 from shoal_dtensor.dispatch.propagate import decide, rule_of
 from shoal_dtensor.dispatch.results import ResultKind
 from shoal_dtensor.errors import (
@@ -25,7 +25,6 @@ from shoal_dtensor.errors import (
     OperatorArgumentError,
     OperatorIndexError,
 )
-from shoal_dtensor.layout.placements import Placement
 from shoal_dtensor.rules import overlay, pointwise
 from shoal_dtensor.scopes import DEFAULT, current
 from shoal_mesh import abstract_mesh

@@ -9,9 +9,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from random_specs import spec_pairs
-from shoal_dtensor import Partial, Replicate, Shard
-from shoal_dtensor.layout.boxes import volume
-from shoal_dtensor.layout.spec import Spec
+from shoal_dtensor import Partial, Replicate, Shard, Spec
+from shoal_dtensor.internal import volume
 from shoal_dtensor.redistribute.blocks import exchange_blocks
 from shoal_dtensor.redistribute.execution.rank_steps import blocks_of
 from shoal_dtensor.redistribute.plan import plan

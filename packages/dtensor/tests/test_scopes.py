@@ -23,8 +23,8 @@ from shoal_dtensor import (
     register_rule,
     unknown_ops,
 )
-from shoal_dtensor._torch.compiling import eager_only
 from shoal_dtensor.errors import MixedTensorError, NoRuleError
+from shoal_dtensor.internal import eager_only
 from shoal_dtensor.rules import R, Row, Rule, S
 from shoal_dtensor.rules.language.rule import overlay
 from shoal_dtensor.scopes import DEFAULT, current

@@ -21,10 +21,9 @@ from torch import Tensor
 import shoal_dtensor
 from operator_calls import Call, Calls, recorded
 from settings_and_refusals import default_dtype, deterministic
-from shoal_dtensor import DTensor, Shard, cache_info, clear_cache
-from shoal_dtensor._torch.tensors import pytree
+from shoal_dtensor import DTensor, Replicate, Shard, cache_info, clear_cache
 from shoal_dtensor.dispatch.results import Decision, has_fractions
-from shoal_dtensor.layout.placements import Replicate
+from shoal_dtensor.internal import pytree
 from shoal_dtensor.rules import all_rules
 from shoal_dtensor.scopes import current
 from shoal_mesh import DeviceMesh, init_device_mesh

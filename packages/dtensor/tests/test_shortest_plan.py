@@ -16,8 +16,8 @@ import pytest
 import torch
 from hypothesis import example, given, settings, strategies as st
 
-from shoal_dtensor import Partial, Replicate, Shard, Spec
-from shoal_dtensor.layout.placements import Placement
+from shoal_dtensor import Partial, Placement, Replicate, Shard, Spec
+from shoal_dtensor.internal import Plan
 from shoal_dtensor.redistribute.plan import alternatives, links_of, plan
 from shoal_dtensor.redistribute.search import shortest_plan
 from shoal_dtensor.redistribute.search.bound import Bound
@@ -32,7 +32,6 @@ from shoal_dtensor.redistribute.search.edges import (
 from shoal_dtensor.redistribute.search.links import axes_of, mask_of
 from shoal_dtensor.redistribute.search.shortest_plan import MOST_PRICED, cheapest_plans
 from shoal_dtensor.redistribute.search.space import Candidates, Dims, ShardedDim, Space, State
-from shoal_dtensor.redistribute.steps import Plan
 from shoal_mesh import Link, abstract_mesh
 from shoal_mesh.internal import Topology
 

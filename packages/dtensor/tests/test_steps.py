@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal_dtensor import Partial, Replicate, Shard, Spec
-from shoal_dtensor.layout.placements import Placement
+from shoal_dtensor import Partial, Placement, Replicate, Shard, Spec
 from shoal_dtensor.redistribute.execution.rank_steps import _RANK_STEPS
 from shoal_dtensor.redistribute.plan import plan
 from shoal_dtensor.redistribute.steps import _COMMUNICATING, Plan

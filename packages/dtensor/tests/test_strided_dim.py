@@ -12,11 +12,18 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 
-from shoal_dtensor import DTensor, Placement, Replicate, Shard, StridedShard, distribute_tensor
+from shoal_dtensor import (
+    DTensor,
+    Placement,
+    Replicate,
+    Shard,
+    Spec,
+    StridedShard,
+    distribute_tensor,
+)
 from shoal_dtensor.dispatch.propagate import decide
 from shoal_dtensor.errors import PlacementError
 from shoal_dtensor.layout.dim_sharding import DimSharding, StridedDimSharding, fold_levels
-from shoal_dtensor.layout.spec import Spec
 from shoal_dtensor.redistribute.plan import alternatives, plan
 from shoal_dtensor.scopes import current
 from shoal_dtensor.testing import simulate

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from shoal_mesh import ElasticWorld, MeshError, PeerError, all_reduce, init_device_mesh
 from shoal_mesh._torch import TCPStore
 from shoal_mesh.errors import BackendError, MeshTypeError, RankError
-from shoal_mesh.local_ranks.pool import RankPool
 from shoal_mesh.shared_memory.channel import Stream
+from shoal_mesh.testing import RankPool
 
 STEPS = 6
 

@@ -17,8 +17,7 @@ import torch.distributed as dist
 import collective_programs as programs
 from shoal_mesh.errors import DeadlockError, LockstepError, MeshError, PeerError
 from shoal_mesh.lab.isolation.process_link import ProcessLink
-from shoal_mesh.local_ranks.pool import RankPool
-from shoal_mesh.testing import lab
+from shoal_mesh.testing import RankPool, lab
 
 ISOLATIONS = ("thread", "process")
 isolations = pytest.mark.parametrize("isolation", ISOLATIONS)

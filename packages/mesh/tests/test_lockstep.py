@@ -40,8 +40,7 @@ from shoal_mesh import (
     scatter,
 )
 from shoal_mesh.errors import RankError
-from shoal_mesh.local_ranks.pool import RankPool
-from shoal_mesh.testing import fake_world, on_ranks, rank_pool
+from shoal_mesh.testing import RankPool, fake_world, on_ranks, rank_pool
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -18,7 +18,7 @@ import torch
 from shoal_mesh import PeerError, all_reduce, init_device_mesh, purpose, restart_world
 from shoal_mesh.commands.mesh_commands import main, report
 from shoal_mesh.errors import RankError
-from shoal_mesh.local_ranks.pool import RankPool
+from shoal_mesh.testing import RankPool
 from shoal_mesh.watch.recorder import ENTRIES
 
 

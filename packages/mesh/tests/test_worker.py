@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
 
-from shoal_mesh.local_ranks.pool import RankPool
-from shoal_mesh.testing import on_ranks, rank_pool
+from shoal_mesh.testing import RankPool, on_ranks, rank_pool
 
 
 class TestInAClass:

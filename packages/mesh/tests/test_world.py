@@ -30,8 +30,7 @@ from shoal_mesh.errors import MeshMismatchError, MeshTypeError, NoGroupError
 from shoal_mesh.groups import world
 from shoal_mesh.groups.process_groups import note_group
 from shoal_mesh.groups.world import all_gather_objects, ensure_world
-from shoal_mesh.local_ranks.pool import RankPool
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import RankPool, on_ranks
 
 
 @on_ranks(4)

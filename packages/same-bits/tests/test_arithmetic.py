@@ -38,7 +38,7 @@ from shoal_tp_styles import (
     parallelize_module,
     preview,
 )
-from shoal_tp_styles.lowering.lowered import lowered_of
+from shoal_tp_styles.internal import lowered_of
 
 VOCAB, WIDTH, HEADS, SEQUENCE, BATCH = 32, 32, 8, 16, 8
 

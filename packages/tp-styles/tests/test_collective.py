@@ -25,8 +25,8 @@ from shoal_tp_styles import (
     preview,
 )
 from shoal_tp_styles.experts.expert_forward import OverlappedBlock
+from shoal_tp_styles.internal import DTensorForward
 from shoal_tp_styles.lowering.lowered import Lowered, OnLocalTokens
-from shoal_tp_styles.lowering.ports import DTensorForward
 from shoal_tp_styles.modules.composed_linear import FusedLowering
 
 OPS = {

@@ -16,10 +16,10 @@ from shoal_dtensor.errors import SpmdTypeError
 from shoal_dtensor.internal import I, R, ShardType as S, spmd
 from shoal_mesh import DeviceMesh, init_device_mesh
 from shoal_mesh.testing import fake_world
+from shoal_tp_styles import Vocab
 from shoal_tp_styles.experts.token_route import ArrivedRows, StartedExchange
 from shoal_tp_styles.losses import functional
 from shoal_tp_styles.losses.linear_cross_entropy import linear_cross_entropy
-from shoal_tp_styles.losses.logits import Vocab
 
 
 @pytest.fixture

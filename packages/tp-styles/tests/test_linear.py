@@ -18,7 +18,7 @@ from shoal_tp_styles import (
     UnsupportedModuleError,
     parallelize_module,
 )
-from shoal_tp_styles.plan.resolve import resolve
+from shoal_tp_styles.internal import resolve
 
 
 @fake_world(2)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from shoal_dtensor import Replicate, Shard
-from shoal_dtensor.layout.dim_sharding import shard_sizes
+from shoal_dtensor.internal import shard_sizes
 from shoal_mesh import abstract_mesh, init_device_mesh
 from shoal_mesh.testing import fake_world
 from shoal_tp_styles import (
@@ -25,7 +25,7 @@ from shoal_tp_styles import (
     parallelize_module,
     verify,
 )
-from shoal_tp_styles.modules.sharded_linear import ColumnLinear
+from shoal_tp_styles.internal import ColumnLinear
 from shoal_tp_styles.sharding.module_kinds import TransposedLinear, keeps_forward, kinds_of
 from shoal_tp_styles.sharding.module_sharding import HeadShard
 

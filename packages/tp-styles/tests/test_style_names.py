@@ -12,7 +12,7 @@ from shoal_tp_styles import (
     RowwiseParallel,
     SequenceParallel,
 )
-from shoal_tp_styles.plan.resolve import resolve
+from shoal_tp_styles.internal import resolve
 from shoal_tp_styles.plan.style_names import REFUSED, style_named
 from small_models import MLP
 

@@ -6,8 +6,8 @@ from itertools import product
 from math import prod
 from typing import Any
 
+from shoal_dtensor import Partial
 from shoal_dtensor.layout.dim_sharding import DimSharding, chunk_sizes
-from shoal_dtensor.layout.placements import Partial
 from shoal_dtensor.rules import Entry, R, Row, Rule, S
 from shoal_dtensor.rules.all_rules import TABLE
 from shoal_dtensor.testing.validate import CallTrial, Report

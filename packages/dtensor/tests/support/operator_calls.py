@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal_dtensor._torch.operators import OpOverload
-from shoal_dtensor._torch.tensors import pytree
+from shoal_dtensor.internal import pytree
 
 __all__ = ["Call", "Calls", "copied", "kind", "recorded", "recording"]
 

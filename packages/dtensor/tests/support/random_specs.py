@@ -7,9 +7,8 @@ from random import Random
 
 import torch
 
+from shoal_dtensor import Partial, Placement, Replicate, Shard, Spec
 from shoal_dtensor.layout.dim_sharding import shard_dim
-from shoal_dtensor.layout.placements import Partial, Placement, Replicate, Shard
-from shoal_dtensor.layout.spec import Spec
 from shoal_mesh import DeviceMesh, abstract_mesh
 
 __all__ = ["draw_spec", "spec_pairs"]

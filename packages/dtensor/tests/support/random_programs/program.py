@@ -16,13 +16,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from settings_and_refusals import Watcher, deterministic, unless_refused
-from shoal_dtensor.api.constructors import distribute_tensor, zeros
-from shoal_dtensor.api.custom_ops import local_map
+from shoal_dtensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    local_map,
+    zeros,
+)
 from shoal_dtensor.errors import ShoalTensorError
 from shoal_dtensor.layout.dim_sharding import ShardOrder
-from shoal_dtensor.layout.placements import Partial, Placement, Replicate, Shard
 from shoal_dtensor.tensor.autograd import move_to
-from shoal_dtensor.tensor.dtensor import DTensor
 from shoal_mesh import DeviceMesh, init_device_mesh
 from shoal_mesh.testing import rank_pool
 
