@@ -1,4 +1,6 @@
-"""Parameters that are converted between forwards, and optimizers that step in the backward, on real ranks.
+"""Parameters converted between forwards, and optimizers that step in the backward.
+
+Both run on real ranks.
 
 Covers: gradients/gradient_buckets.py (lacks_nodes), replicate.py, parameters/leaf_checks.py.
 """

@@ -1,4 +1,7 @@
-"""Covers: checkpointer.py, numbered_state.py: kills at every stage, damage, elastic loading, background."""
+"""Kills at every stage of a save, damage, elastic loading, saving in the background.
+
+Covers: checkpointer.py, numbered_state.py.
+"""
 
 from __future__ import annotations
 

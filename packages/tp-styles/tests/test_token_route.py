@@ -64,9 +64,7 @@ def test_the_last_tokens_of_all_ranks_exceed_the_capacity(factor: float) -> None
 
 def test_what_an_exchange_sends_and_receives() -> None:
     with fake_world(2):
-        exchange = ExpertExchange.of(
-            [[2, 1, 4, 0], [0, 3, 1, 1]], [3, 1], all_ranks.__wrapped__().comm(0)
-        )
+        exchange = ExpertExchange.of([[2, 1, 4, 0], [0, 3, 1, 1]], [3, 1], all_ranks().comm(0))
     assert (exchange.sends, exchange.receives, exchange.rows_per_own_expert) == (
         [7, 0],
         [7, 4],

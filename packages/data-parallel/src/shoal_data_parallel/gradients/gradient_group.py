@@ -161,7 +161,7 @@ class ReducingModule(nn.Module):
 
     def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
         """Convert the module, as `Module.to` and its like do, and tell the reducers."""
-        result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch gives it no types
+        result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # of torch
         for reducer in self._reducers(recurse=False):
             reducer.after_conversion()
         return result

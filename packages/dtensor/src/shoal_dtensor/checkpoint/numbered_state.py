@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..tensor.dtensor import DTensor
 from .saved_names import shorten
 
 # by name: shape, dtype, and the sum of the bytes
@@ -55,7 +54,7 @@ def _tensors_by_number(
     for key, value in state.items():
         if isinstance(value, Mapping):
             yield from _tensors_by_number(value, (*path, key))
-        elif isinstance(value, Tensor) and not isinstance(value, DTensor):
+        elif type(value) is Tensor and value.layout is torch.strided:
             is_numbered = len(path) > 1 and path[-2] == "state" and isinstance(path[-1], int)
-            if is_numbered and type(value) is Tensor and value.layout is torch.strided:
+            if is_numbered:
                 yield ".".join(map(str, (*path, key))), value

@@ -394,8 +394,8 @@ def _references_of_temporary() -> int:
     return _Probe.counted.pop() if _Probe.counted else -1
 
 
-# Frames are read, because torch's public hook for functions, `__torch_function__`, would take 1.8 us
-# of each call (`MarkWhileWatched`). They are read for plain tensors among DTensors alone.
+# Frames are read, because torch's public hook for functions, `__torch_function__`, would take 1.8
+# us of each call (`MarkWhileWatched`). They are read for plain tensors among DTensors alone.
 # Modules of torch whose functions compose operators in Python. They do not contain modules or
 # optimizers that hold tensors, so such a function has made every tensor that is not one of its
 # arguments.

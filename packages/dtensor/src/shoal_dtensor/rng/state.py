@@ -51,7 +51,7 @@ current_mode: Callable[[], RandomMode] = _current.get
 
 
 def _check_mode(mode: Mode, axes: Sequence[int | str]) -> RandomMode:
-    """Return a random mode; raise ArgumentValueError for an unknown name or axes that do not fit."""
+    """Return a mode; raise ArgumentValueError for an unknown name or axes that do not fit."""
     if mode not in get_args(Mode):
         raise ArgumentValueError(
             f"random mode: expected one of {', '.join(get_args(Mode))}, got {mode!r}"

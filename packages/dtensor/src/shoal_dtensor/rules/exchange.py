@@ -160,8 +160,8 @@ class Relocation:
             arriving.append([gradient.new_empty(shape) for shape in shapes])
         self._exchange_blocks(sent, arriving, gradient, total)
         for blocks, summands in zip(self.sends, arriving, strict=True):
-            # In `arriving`, `_exchange_blocks` has appended an empty tensor to this rank's own list. It
-            # does not have a block, so `zip` drops it.
+            # In `arriving`, `_exchange_blocks` has appended an empty tensor to this rank's own
+            # list. It does not have a block, so `zip` drops it.
             for block, summand in zip(blocks, summands, strict=False):
                 total.narrow(self.dim, block.in_shard, block.length).add_(summand)
         return total

@@ -169,7 +169,7 @@ class Layout:
         return [self.ranks.index(rank) for rank in part.ranks]
 
     def is_crossed_by_axes(self, part: Layout) -> bool:
-        """Return whether a part equals the grid that its lines along its axes give (`cross_parts`)."""
+        """Return whether a part equals the grid that its lines along axes give (`cross_parts`)."""
         origin = (0,) * part.ndim
         axes = [part.select((axis,), origin) for axis in range(part.ndim)]
         return self.cross_parts(axes) == part

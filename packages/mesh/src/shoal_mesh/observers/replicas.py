@@ -1,4 +1,4 @@
-"""Comparisons of the tensors of ranks: `check_replicas` for equal bits, `check_distinct` for others."""
+"""Comparisons of tensors of ranks: `check_replicas` for equal bits, `check_distinct` for others."""
 
 from __future__ import annotations
 

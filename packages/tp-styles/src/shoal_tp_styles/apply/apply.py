@@ -100,8 +100,8 @@ def apply_sharding(
             f"{sharding.style}: {type(module).__name__} has a forward set on the instance, which "
             "the style would hide; define forward in the class"
         )
-    # A module without a style of its own may have the forward of a mode of arithmetic, or of a shared
-    # weight. The new forward takes the place of such a forward, and does not call it.
+    # A module without a style of its own may have the forward of a mode of arithmetic, or of a
+    # shared weight. The new forward takes the place of such a forward, and does not call it.
     if isinstance(inner, Lowered) and inner.sharding.origin is not StyleOrigin.PLAN:
         inner = None
     conflict = conflicting_style(module, sharding.style, "", distributes=sharding.distributes)
