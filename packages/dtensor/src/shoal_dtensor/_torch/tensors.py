@@ -82,6 +82,10 @@ def memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
     return ref(tensor.untyped_storage()), tensor.storage_offset()
 
 
+# Counts a write to each tensor of a list; RuntimeError for tensors of inference mode.
+increment_versions: Callable[[list[torch.Tensor]], None] = torch._C._increment_version
+
+
 def bump_version(tensors: Any) -> None:
     """Count a write to one or several tensors for autograd.
 
@@ -89,9 +93,9 @@ def bump_version(tensors: Any) -> None:
     """
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
     try:
-        torch._C._increment_version(tensors)
+        increment_versions(tensors)
     except RuntimeError:
-        torch._C._increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+        increment_versions([tensor for tensor in tensors if not tensor.is_inference()])
 
 
 def with_conjugates(function: Callable[..., Any]) -> Callable[..., Any]:

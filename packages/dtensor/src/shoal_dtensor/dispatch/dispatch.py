@@ -24,13 +24,15 @@ from shoal_mesh import purpose
 from .._torch.compiling import never_compiled, raised_as_it_is, recorder
 from .._torch.operators import OpOverload, signature_of
 from .._torch.tensors import (
+    bump_version,
     disabled_torch_function,
     dispatch_modes,
     in_inference_mode,
+    increment_versions,
     mode_flags,
     wrap_local,
 )
-from ..errors import OperatorArgumentError
+from ..errors import InPlaceError, OperatorArgumentError
 from ..layout.spec import Spec
 from ..layout.tensor_meta import flatten, has_symbols, map_instances
 from ..redistribute.execution.execute import run_cached, write_back
@@ -49,9 +51,7 @@ from .propagate import decide, rule_of
 from .results import (
     Decision,
     ResultKind,
-    bump_versions,
     container_of,
-    count_for_shard,
     track_base,
     with_observed_outputs,
 )
@@ -209,11 +209,11 @@ def dispatch(  # noqa: C901, PLR0912  # see above
     if kind is _ONE or (kind is _VIEW and not in_inference_mode()):
         return wrap_local(cls, result, decision.outputs[0], False)
     if kind is _FIRST:
-        count_for_shard(args[0])
+        _count_for_shard(args[0])
         return args[0]
     if kind is _LIST or (kind is _VIEWS and not in_inference_mode()):
         return [*map(wrap_local, repeat(cls), result, decision.outputs, _WITHOUT_GRADIENT)]
-    bump_versions(decision.unreported_writes, args, kwargs)
+    _bump_versions(decision.unreported_writes, args, kwargs)
     return _wrap(cls, result, decision, args, kwargs=kwargs)
 
 
@@ -306,7 +306,7 @@ def _run_decision(
         single = [[i] for i in range(len(args[0]))]
         results = run_in_groups(op, single, *args, **kwargs)
         # the list call refuses some writes that single elements do not reveal
-        bump_versions(decision.unreported_writes, args, kwargs)
+        _bump_versions(decision.unreported_writes, args, kwargs)
         return results
     if decision.verifies_plain and first is None:
         verify_plain(cls, op, args, kwargs, candidates=True)
@@ -325,7 +325,7 @@ def _run_decision(
         written, at = container_of(place, call.local_args, call.local_kwargs)
         owners, _ = container_of(place, args, kwargs)
         write_back(plan, written[at], owners[at])
-    bump_versions(decision.unreported_writes, args, kwargs)
+    _bump_versions(decision.unreported_writes, args, kwargs)
     if first is not None and decision.result_kind is not ResultKind.DYNAMIC:
         observed, result = with_observed_outputs(op, decision, result)
         if observed is not decision:
@@ -336,6 +336,49 @@ def _run_decision(
         views = _wrap(cls.copied_view, result, decision, args, kwargs=kwargs)
         return track_base(op, args, kwargs, views)
     return _wrap(cls, result, decision, args, kwargs=kwargs)
+
+
+def _count_for_shard(written: Any) -> None:
+    """Count a write to a DTensor for its local tensor too; plain tensors are counted twice.
+
+    Torch counts it for the DTensor only. A module that computes on local tensors has saved the
+    shard for its backward. A view of a DTensor writes to the shard of its base, which has a count
+    of its own. Tensors of inference mode do not have a count.
+    """
+    shards = [getattr(written, "_local_tensor", written)]
+    if written._is_view():
+        shards.append(getattr(written._base, "_local_tensor", written._base))
+    try:
+        increment_versions(shards)
+    except RuntimeError:
+        bump_version(shards)
+
+
+def _bump_versions(
+    places: Sequence[int | str], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Count writes to these arguments, so that autograd finds saved values out of date."""
+    for place in places:
+        written = args[place] if isinstance(place, int) else kwargs[place]
+        bump_version(written)
+        if not isinstance(written, list | tuple):
+            _count_for_shard(written)
+            continue
+        for tensor in written:
+            _count_for_shard(tensor)
+        if not torch.is_grad_enabled():
+            continue
+        # If a list contains a tensor twice, or a tensor and a view of it, autograd would record one
+        # write where there are two.
+        ids = {*map(id, written)}
+        has_doubles = len(ids) < len(written)
+        twice = has_doubles or any(id(tensor._base) in ids for tensor in written)
+        if twice and any(tensor.requires_grad for tensor in written):
+            raise InPlaceError(
+                "an in-place operator on a list wrote to a tensor twice, directly and through a "
+                "view, while autograd records: the gradients would be wrong. Write to the tensor "
+                "and the view one after the other, or under torch.no_grad()"
+            )
 
 
 def _move_inputs(call: _Call, decision: Decision) -> None:
@@ -386,7 +429,7 @@ def _wrap(
     def wrap_new(local: torch.Tensor, spec: Spec, index: int | None) -> Any:
         if index is None:
             return wrap_local(cls, local, spec, False)
-        count_for_shard(originals[index])
+        _count_for_shard(originals[index])
         return originals[index]
 
     return decision.with_outputs(result, wrap_new)

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from .._torch.compiling import is_tracing
 from .._torch.operators import OpOverload, change_shape, has_views, makes_views, view_of
-from .._torch.tensors import bump_version, local_of
 from ..errors import InPlaceError
 from ..layout.memory_order import memory_order
 from ..layout.spec import Spec
@@ -322,44 +321,6 @@ def _has_same_elements(one: Tensor, other: Any) -> bool:
         return False
     steps = zip(one.shape, one.stride(), other.stride(), strict=True)
     return all(step == other_step for size, step, other_step in steps if size > 1)
-
-
-def count_for_shard(written: Any) -> None:
-    """Count a write to a DTensor for its local tensor too; plain tensors are counted twice.
-
-    Torch counts it for the DTensor only. A module that computes on local tensors has saved the
-    shard for its backward. A view of a DTensor writes to the shard of its base, which has a count
-    of its own.
-    """
-    shard = local_of(written)
-    bump_version((shard, local_of(written._base)) if written._is_view() else (shard,))
-
-
-def bump_versions(
-    places: Sequence[int | str], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> None:
-    """Count writes to these arguments, so that autograd finds saved values out of date."""
-    for place in places:
-        written = args[place] if isinstance(place, int) else kwargs[place]
-        bump_version(written)
-        if not isinstance(written, list | tuple):
-            count_for_shard(written)
-            continue
-        for tensor in written:
-            count_for_shard(tensor)
-        if not torch.is_grad_enabled():
-            continue
-        # If a list contains a tensor twice, or a tensor and a view of it, autograd would record one
-        # write where there are two.
-        ids = {*map(id, written)}
-        has_doubles = len(ids) < len(written)
-        twice = has_doubles or any(id(tensor._base) in ids for tensor in written)
-        if twice and any(tensor.requires_grad for tensor in written):
-            raise InPlaceError(
-                "an in-place operator on a list wrote to a tensor twice, directly and through a "
-                "view, while autograd records: the gradients would be wrong. Write to the tensor "
-                "and the view one after the other, or under torch.no_grad()"
-            )
 
 
 def in_place_view(op: OpOverload) -> Callable[..., Any] | None:
