@@ -88,7 +88,9 @@ _BEFORE_DISPATCH = torch._C.DispatchKey.PreDispatch
 
 
 # Returns whether a transform of `torch.func` runs.
-_are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+# The module with the number of the innermost level of forward-mode AD, -1 outside of all levels.
+forward_levels = forward_ad
 # Returns whether a tensor is a wrapper of `torch.func`: a batch of vmap, or a level of grad.
 _is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 # Returns whether a tensor is a batch of gradients, of `torch.autograd.grad(is_grads_batched=True)`.
@@ -97,7 +99,7 @@ _is_batch: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batche
 
 def transforms_run() -> bool:
     """Return whether a transform of `torch.func` or forward-mode AD runs, outside of compilers."""
-    runs = forward_ad._current_level >= 0 or _are_transforms_active()
+    runs = forward_ad._current_level >= 0 or transforms_active()
     return runs and not is_compiling()
 
 

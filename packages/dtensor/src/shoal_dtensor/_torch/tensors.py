@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from inspect import signature
 from operator import attrgetter
 from typing import Any
@@ -198,14 +197,14 @@ def types_are_checked() -> bool:
 _transforms_run: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
-# The number of the innermost level of forward-mode AD in this process, -1 outside of all levels.
-# It is read in each redistribution, so it must not run Python code.
-forward_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level")
+# The module with the number of the innermost level of forward-mode AD, -1 outside of all levels.
+# Each redistribution reads the number, because a call would take longer.
+forward_levels = forward_ad
 
 
 def is_followed(tensor: torch.Tensor) -> bool:
     """Tell whether a transform of torch.func or forward-mode AD follows a tensor."""
-    if forward_level() < 0 and not _transforms_run():
+    if forward_ad._current_level < 0 and not _transforms_run():
         return False
     return is_transformed(tensor) or has_tangent(tensor)
 
@@ -223,7 +222,7 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
         return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
     except NotImplementedError as error:
         # of torch, which has computed the value, for the tangent
-        if type(error) is not NotImplementedError or forward_level() < 0:
+        if type(error) is not NotImplementedError or forward_ad._current_level < 0:
             raise
         raise transform_error(function.__name__) from error
 

@@ -17,7 +17,7 @@ from .._torch.tensors import (
     BASE,
     INTERCEPTED,
     apply,
-    forward_level,
+    forward_levels,
     is_followed,
     shares_memory,
     split,
@@ -208,7 +208,7 @@ class DTensor(torch.Tensor):
             check_recorded("to_local", self._local_tensor)
         # `apply` refuses a tangent, which the local tensor does not have.
         has_history = torch.is_grad_enabled() and self.requires_grad
-        if has_history or INTERCEPTED or forward_level() >= 0:
+        if has_history or INTERCEPTED or forward_levels._current_level >= 0:
             return apply(ToLocal, self, grad_placements)  # type: ignore[no-any-return]  # of torch
         return self._local_tensor
 
@@ -249,7 +249,7 @@ class DTensor(torch.Tensor):
                     ArgumentTypeError,
                 )
         has_history = torch.is_grad_enabled() and self.requires_grad
-        if has_history or INTERCEPTED or forward_level() >= 0:
+        if has_history or INTERCEPTED or forward_levels._current_level >= 0:
             dtypes = (forward_dtype, backward_dtype)
             moved: DTensor = apply(Redistribute, self, DTensor, target, dtypes, async_op)
             return moved

@@ -24,9 +24,11 @@ from torch import Tensor
 from .._torch import (
     WORLDS,
     disabled_subclasses,
+    forward_levels,
     is_compiling,
     is_traced,
     is_transformed,
+    transforms_active,
     transforms_run,
 )
 from ..argument_types import kind_of, require, require_each
@@ -318,8 +320,9 @@ def carrier_of(
     Raises:
         CollectiveError: the message belongs to a transform of torch.func, or has a tangent.
     """
-    if transforms_run() and is_transformed(tensor):
-        raise CollectiveError(TRANSFORMED)
+    # the questions of `transforms_run`, without the time of a call
+    if forward_levels._current_level >= 0 or transforms_active():
+        refuse_transformed((tensor,))
     # The world is compared before the transport is read: another thread that renews the
     # communicator drops the old transport before it sets `_world`.
     transport = comm.transport if WORLDS._default_pg is comm._world else None

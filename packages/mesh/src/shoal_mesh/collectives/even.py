@@ -162,7 +162,7 @@ def all_gather(
 
     def start() -> Pending:
         pending = calls.all_gather(source, comm, async_op)
-        return _join_along(pending, comm, dim)
+        return pending if dim == 0 else _join_along(pending, comm, dim)
 
     return collective(
         "all_gather_into_tensor",
