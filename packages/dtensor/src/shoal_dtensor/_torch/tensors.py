@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.optim import Optimizer
-from torch.utils import _python_dispatch, _pytree
+from torch.utils import _pytree
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
@@ -137,11 +137,6 @@ at_end_of_backward: Callable[[Callable[[], None]], None] = (
 
 # Returns the number of active dispatch modes.
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-
-# The module with torch's flag of entered dispatch modes, which is faster to read than the number of
-# modes. All threads share the flag: it is set while any thread is in a mode, but two threads that
-# leave their modes in the order in which they entered them reset it too early.
-mode_flags = _python_dispatch
 
 
 def selectively_checkpointed() -> bool:
