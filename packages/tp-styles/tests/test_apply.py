@@ -98,9 +98,9 @@ def test_the_parameters_of_a_plan_travel_together() -> None:
     }
     with CommDebugMode() as mode:
         parallelize_module(module, all_ranks(), {**plan, "2": Scaled()})
-    # Before the style that acts by itself, its own, and after it: shards by one all-to-all, biases
-    # by one broadcast.
-    assert mode.get_total_counts() == 2 + 1 + 2
+    # The ranks compare their modules. Before the style that acts by itself, its own, and after it:
+    # shards by one all-to-all, biases by one broadcast.
+    assert mode.get_total_counts() == 1 + 2 + 1 + 2
     for name, param in first.named_parameters():
         assert torch.equal(module.get_parameter(name).full_tensor(), param), name
 

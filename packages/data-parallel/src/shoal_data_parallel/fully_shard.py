@@ -27,7 +27,7 @@ from shoal_mesh import DeviceMesh, init_device_mesh
 from shoal_mesh.internal import accelerator
 
 from .fsdp_module import FSDPModule
-from .parameters.agreement import check_same_parameters
+from .parameters.agreement import check_same_on_data_axes
 from .parameters.data_axes import DataAxes
 from .parameters.gather_extensions import has_extension
 from .parameters.parameter_meshes import MeshAssignment, PlacementFunction, data_axes_of
@@ -179,7 +179,7 @@ def install_unit(first_unit: Unit, cls: Any) -> None:
     for unit in first_unit.peers:
         owned = [param for param, _ in unit.owned_parameters()]
         _check_own(modules, owned)
-        check_same_parameters("fully_shard", [(names[id(p)], p) for p in owned], unit.axes)
+        check_same_on_data_axes("fully_shard", [(names[id(p)], p) for p in owned], unit.axes)
     for unit in first_unit.peers:
         unit.take_parameters()
     make_outermost(first_unit, [inner for module in modules for inner in units_of(module)])

@@ -46,7 +46,7 @@ from .gradients.gradient_buckets import Bucket, GradientBuckets
 from .gradients.gradient_group import ReducingModule
 from .gradients.reducer import Reducer
 from .gradients.replica import Replica, gathered_in_turns, replica_of
-from .parameters.agreement import check_same_parameters
+from .parameters.agreement import check_same_on_data_axes
 from .parameters.data_axes import DataAxes
 from .parameters.gathered_types import declare_whole
 from .parameters.leaf_checks import check_leaf
@@ -241,7 +241,7 @@ def _install_unit(unit: Unit, src_data_rank: int | None) -> None:
     check_modules("replicate", unit.modules)
     tensors: list[Tensor] = [param for param, _ in unit.owned_parameters()]
     for module in unit.modules:
-        check_same_parameters("replicate", module.named_parameters(), unit.axes)
+        check_same_on_data_axes("replicate", module.named_parameters(), unit.axes)
         tensors += module.buffers()
     _send_values(tensors, unit.axes, src_data_rank)
     install_unit(unit, ReplicatedUnitModule)
@@ -258,7 +258,7 @@ def _send_values(tensors: Iterable[Tensor], axes: DataAxes, src_data_rank: int |
 def _install(state: Replicas, module: Any, src_data_rank: int | None) -> None:
     axes = state.axes
     state.check()
-    check_same_parameters("replicate", module.named_parameters(), axes)
+    check_same_on_data_axes("replicate", module.named_parameters(), axes)
     tensors = [*state.held_parameters(), *module.buffers()]
     _send_values(tensors, axes, src_data_rank)
     # Shards are not sent later: random operators fill a DTensor as on one device.

@@ -95,6 +95,7 @@ from .modules.owners import (
     whole_parameters,
     with_methods,
 )
+from .modules.same_parameters import check_same_parameters
 from .optim.norm_scope import register_norm_scope
 from .random_layouts.asserted_layouts import assert_layout
 from .random_layouts.drawing_calls import draws_numbers

@@ -14,6 +14,7 @@ from shoal_dtensor import DTensor
 from shoal_dtensor.errors import LayoutError, PlanError
 from shoal_dtensor.internal import (
     check_device_mesh,
+    check_same_parameters,
     check_types,
     complete_forwards,
     refuse_save_pretrained,
@@ -83,6 +84,8 @@ def parallelize_module(
             or one module has no style.
         TypeError: if the plan is neither a style nor a mapping of styles, or `module` is not a
             module (`StyleTypeError`).
+        LockstepError: if the ranks of the mesh have different modules. It is not raised with
+            `src_data_rank=None`, because nothing is sent.
 
     Example:
         >>> from shoal_mesh import init_device_mesh
@@ -107,6 +110,10 @@ def parallelize_module(
         if on_unmatched == "error":
             raise PlanError(problem)
         warnings.warn(problem, UnmatchedPlanWarning, stacklevel=_CALLER)
+    resolved.check()
+    if src_data_rank is not None:
+        parameters = module.named_parameters()
+        check_same_parameters("parallelize_module", parameters, mesh, "ranks of the mesh")
     # The forwards that make random numbers (dropout) equal to those of one device are wrapped
     # around the forwards of styles, so they are removed first and made again last.
     unwatch_draws(module)
