@@ -109,7 +109,6 @@ def test_what_has_no_adjoint_is_refused() -> None:
             d.scatter(torch.ones(3), comm)
 
 
-@pytest.mark.slow
 @on_ranks(2, timeout=200)
 def test_gradients_trace() -> None:
     comm = init_device_mesh("cpu", (2,)).comm(0)

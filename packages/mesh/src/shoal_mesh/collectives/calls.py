@@ -111,6 +111,9 @@ def require_tensors(tensors: Sequence[Tensor], allowed: str) -> None:
 
 def is_dense(tensor: Tensor) -> bool:
     """Return whether the elements are numbers in memory at strides."""
+    # Compilers trace dense tensors only, and do not let a backward read the layout.
+    if is_compiling():
+        return True
     return tensor.layout is _STRIDED and not tensor.is_quantized and not tensor.is_nested
 
 
