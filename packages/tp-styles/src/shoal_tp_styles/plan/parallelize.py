@@ -14,7 +14,6 @@ from shoal_dtensor import DTensor
 from shoal_dtensor.errors import LayoutError, PlanError
 from shoal_dtensor.internal import (
     check_device_mesh,
-    check_same_parameters,
     check_types,
     complete_forwards,
     refuse_save_pretrained,
@@ -110,10 +109,6 @@ def parallelize_module(
         if on_unmatched == "error":
             raise PlanError(problem)
         warnings.warn(problem, UnmatchedPlanWarning, stacklevel=_CALLER)
-    resolved.check()
-    if src_data_rank is not None:
-        parameters = module.named_parameters()
-        check_same_parameters("parallelize_module", parameters, mesh, "ranks of the mesh")
     # The forwards that make random numbers (dropout) equal to those of one device are wrapped
     # around the forwards of styles, so they are removed first and made again last.
     unwatch_draws(module)

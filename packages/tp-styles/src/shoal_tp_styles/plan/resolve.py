@@ -21,6 +21,7 @@ from shoal_dtensor.internal import (
     Owner,
     Scatter,
     batched_by_owner,
+    check_same_parameters,
     releasable_owners,
     scattering,
     watch_draws,
@@ -174,6 +175,9 @@ class ResolvedPlan(NamedTuple):
     def apply(self, mesh: DeviceMesh, *, src_data_rank: int | None = 0, lower: bool = True) -> None:
         """Check the plan, then make every module parallel; change nothing if the check raises."""
         self.check()
+        if src_data_rank is not None:
+            parameters = self.root.named_parameters()
+            check_same_parameters("parallelize_module", parameters, mesh, "ranks of the mesh")
         tied_before: list[dict[str, nn.Parameter]] = []
         for tied in tied_parameters(self.root, self.uses):
             paths = tied.paths.values()
