@@ -9,7 +9,13 @@ fault_words, groups, mesh, notebook_html, observers, scoped_value, topology, tra
 # mypy: implicit-reexport
 # ruff: noqa: F401
 
-from ._torch import constant_when_compiled, copy_each, has_tangent, is_traced
+from ._torch import (
+    constant_when_compiled,
+    copy_each,
+    forward_levels,
+    has_tangent,
+    is_traced,
+)
 from .accelerator import accelerator, module_of, own_device
 from .argument_types import (
     FUNCTION,

@@ -28,7 +28,8 @@ is_tracing: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 recorder: Callable[[], object] = partial(
     torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
 )
-_count_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+# Returns the number of active dispatch modes.
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _recorder_before_dispatch: Callable[[], object] = partial(
     torch._ops._mode_stack_state_for_pre_dispatch.get, 0
 )
@@ -41,7 +42,7 @@ def has_unrecorded(tensors: Iterable[torch.Tensor]) -> bool:
     and torch.func.linearize.
     """
     # Counting the modes takes a third of the time of looking for a recorder among them.
-    recording = recorder() if _count_modes() else None
+    recording = recorder() if dispatch_modes() else None
     mode: Any = recording or _recorder_before_dispatch()
     if mode is None or torch._guards.TracingContext.try_get() is not None:
         return False

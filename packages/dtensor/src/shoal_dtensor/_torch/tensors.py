@@ -16,16 +16,15 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode as FakeTensorMode,
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.autograd import forward_ad
 from torch.optim import Optimizer
 from torch.utils import _pytree
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-from shoal_mesh.internal import has_tangent
+from shoal_mesh.internal import forward_levels as forward_levels, has_tangent
 
 from ..errors import TransformError
-from .compiling import is_tracing
+from .compiling import dispatch_modes as dispatch_modes, is_tracing
 
 pytree = _pytree
 make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
@@ -135,9 +134,6 @@ at_end_of_backward: Callable[[Callable[[], None]], None] = (
     torch.autograd.Variable._execution_engine.queue_callback
 )
 
-# Returns the number of active dispatch modes.
-dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-
 
 def selectively_checkpointed() -> bool:
     """Tell whether selective activation checkpointing is active.
@@ -192,14 +188,9 @@ def types_are_checked() -> bool:
 _transforms_run: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
-# The module with the number of the innermost level of forward-mode AD, -1 outside of all levels.
-# Each redistribution reads the number, because a call would take longer.
-forward_levels = forward_ad
-
-
 def is_followed(tensor: torch.Tensor) -> bool:
     """Tell whether a transform of torch.func or forward-mode AD follows a tensor."""
-    if forward_ad._current_level < 0 and not _transforms_run():
+    if forward_levels._current_level < 0 and not _transforms_run():
         return False
     return is_transformed(tensor) or has_tangent(tensor)
 
@@ -217,7 +208,7 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
         return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
     except NotImplementedError as error:
         # of torch, which has computed the value, for the tangent
-        if type(error) is not NotImplementedError or forward_ad._current_level < 0:
+        if type(error) is not NotImplementedError or forward_levels._current_level < 0:
             raise
         raise transform_error(function.__name__) from error
 
