@@ -50,6 +50,8 @@ functional = torch.ops._c10d_functional
 c10d_ops = torch.ops.c10d
 
 is_compiling = torch.compiler.is_compiling
+# is_compiling without torch.export's tracing on fake tensors, in half of the time
+is_compiling_code = torch.compiler.is_dynamo_compiling
 is_exporting = torch.compiler.is_exporting
 # writes each tensor of the second list to the tensor at its position in the first list
 copy_each = torch._foreach_copy_

@@ -26,6 +26,7 @@ from .._torch import (
     disabled_subclasses,
     forward_levels,
     is_compiling,
+    is_compiling_code,
     is_traced,
     is_transformed,
     transforms_active,
@@ -112,7 +113,7 @@ def require_tensors(tensors: Sequence[Tensor], allowed: str) -> None:
 def is_dense(tensor: Tensor) -> bool:
     """Return whether the elements are numbers in memory at strides."""
     # Compilers trace dense tensors only, and do not let a backward read the layout.
-    if is_compiling():
+    if is_compiling_code():
         return True
     return tensor.layout is _STRIDED and not tensor.is_quantized and not tensor.is_nested
 

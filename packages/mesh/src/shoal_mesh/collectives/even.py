@@ -16,7 +16,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from .._torch import is_compiling
+from .._torch import is_compiling_code
 from ..errors import CollectiveError
 from ..events import run_observed
 from ..groups.process_groups import Comm
@@ -69,7 +69,7 @@ def all_reduce(
 
     def start() -> Pending:
         # Functional collectives write to no operand, so compiled code needs no copy.
-        if is_compiling():
+        if is_compiling_code():
             terms = tensor.contiguous()
         else:
             terms = tensor.clone(memory_format=torch.contiguous_format)
@@ -100,7 +100,8 @@ def all_reduce_(
         [[1.0, 1.0], [1.0, 1.0]]
     """
     comm = comm_of_call(tensor, comm)
-    if calls.loses_gradient([tensor]):
+    # `loses_gradient` of one tensor, without the time of a call
+    if tensor.requires_grad and torch.is_grad_enabled():
         calls.refuse_gradient(partial(all_reduce, tensor, comm, op))
     recipe = reduction(tensor.dtype, op)
     if comm.size == 1:
@@ -109,7 +110,7 @@ def all_reduce_(
     def start() -> Pending:
         terms = tensor
         # A compiler cannot trace `is_neg`.
-        is_lazily_negated = not is_compiling() and tensor.is_neg()
+        is_lazily_negated = not is_compiling_code() and tensor.is_neg()
         if not tensor.is_contiguous() or is_lazily_negated:
             _refuse_overlapping(tensor)
             terms = calls.materialize(tensor)
