@@ -97,10 +97,11 @@ def deliver_product(
     """
     if route != "accumulate" or param.spec is not spec:
         return deliver_grad(route, param, spec, left.mm(right))
-    if param.grad is None and param.grad_dtype not in (spec.dtype, None):
+    accumulated = param.grad
+    if accumulated is None and param.grad_dtype not in (spec.dtype, None):
         zeros = left.new_zeros(left.shape[0], right.shape[1], dtype=param.grad_dtype)
         param.grad = DTensor.__new__(DTensor, zeros, spec.with_(dtype=zeros.dtype))
-    accumulated = param.grad
+        accumulated = param.grad
     has_other_dtype = accumulated is not None and accumulated.dtype is not spec.dtype
     if not has_other_dtype or not _adds_to(accumulated, spec):
         return deliver_grad(route, param, spec, left.mm(right))
