@@ -9,7 +9,10 @@ Covers: dispatch/plain_tensors.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from threading import Event
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -283,6 +286,62 @@ def test_a_users_plain_tensor_is_an_error_in_a_mode(
         x = distribute_tensor(torch.zeros(4), mesh, [Shard(0)], src_data_rank=None)
         with MODES[mode](), pytest.raises(MixedTensorError, match="together with a plain tensor"):
             use(x, torch.ones(4))
+
+
+def test_a_mode_of_a_thread_does_not_end_with_that_of_another_thread() -> None:
+    """Torch's flag of entered modes is reset when any thread leaves its mode."""
+    first_is_in_mode, second_is_in_mode, first_has_left = (Event() for _ in range(3))
+
+    def leave_first(x: DTensor) -> None:
+        with Passing():
+            x.relu()
+            first_is_in_mode.set()
+            second_is_in_mode.wait(20)
+        first_has_left.set()
+
+    def compute_later(x: DTensor) -> Tensor:
+        first_is_in_mode.wait(20)
+        with Passing():
+            second_is_in_mode.set()
+            first_has_left.wait(20)
+            # makes a plain mask inside
+            return torch.combinations(x)
+
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.arange(3), mesh, [Replicate()], src_data_rank=None)
+        with ThreadPoolExecutor(2) as threads:
+            first = threads.submit(leave_first, x)
+            second = threads.submit(compute_later, x)
+            first.result(60)
+            pairs: Any = second.result(60)
+    assert pairs.to_local().tolist() == [[0, 1], [0, 2], [1, 2]]
+
+
+class Counting(DTensor):
+    """A subclass of a user's that sees every torch function and passes it on."""
+
+    calls: ClassVar[list[Any]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.calls.append(func)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("mode", [nullcontext, Passing])
+def test_a_class_passes_functions_on(mode: Callable[[], Any]) -> None:
+    """`__torch_function__` is read from the class, where it must be callable too."""
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        x: Any = distribute_tensor(torch.ones(4), mesh, [Shard(0)], src_data_rank=None)
+        with mode():
+            total = DTensor.__torch_function__(torch.add, (DTensor,), (x, x))
+            doubled = Counting.__torch_function__(torch.add, (Counting,), (x,), {"other": x})
+    assert type(total) is DTensor
+    assert total.to_local().tolist() == [2.0, 2.0]
+    assert doubled.to_local().tolist() == [2.0, 2.0]
+    assert Counting.calls.pop() is torch.add
 
 
 # `one_hot` checks its classes in the graph, by an operator without a rule

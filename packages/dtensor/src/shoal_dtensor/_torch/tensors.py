@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.optim import Optimizer
-from torch.utils import _pytree
+from torch.utils import _python_dispatch, _pytree
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
@@ -27,6 +27,8 @@ from ..errors import TransformError
 from .compiling import dispatch_modes as dispatch_modes, is_tracing
 
 pytree = _pytree
+# The module with the flag `_is_in_torch_dispatch_mode`, which is set while a mode is entered.
+mode_flags = _python_dispatch
 make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
 # (class, local tensor, spec, requires_grad)
 wrap_local: Callable[..., Any] = torch.Tensor._dtensor__new__

@@ -7,7 +7,6 @@ does not test for types that the schema excludes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,8 +16,6 @@ from ..argument_types import CONVERT, is_torch_dtensor
 from ..errors import MixedTensorError
 from .plain_tensors import Plain, is_candidate, keep_gradient_plain
 
-_SPEC = attrgetter("_spec")
-_LOCAL = attrgetter("_local_tensor")
 _NUMBERS = frozenset({int, float, bool, complex})
 _NUMERIC = frozenset(
     {"IntType", "SymIntType", "FloatType", "BoolType", "ComplexType", "NumberType"}
@@ -152,14 +149,14 @@ def _reader_of_tensors(cls: Any, anything: Reader) -> Reader:
     def tensors(arg: Any, key: list[Any], types: Any) -> Any:
         if types == only:
             try:
-                key.append(tuple(map(_SPEC, arg)))
+                key.append(tuple([tensor._spec for tensor in arg]))
             except AttributeError:
                 # There is a plain tensor in the list, which torch does not name in `types`. The
                 # list is read after the handler, because the exception holds a reference to `arg`
                 # and `is_candidate` counts references.
                 pass
             else:
-                return list(map(_LOCAL, arg))
+                return [tensor._local_tensor for tensor in arg]
         return anything(arg, key, types)
 
     return tensors

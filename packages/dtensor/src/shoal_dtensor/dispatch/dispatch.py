@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
+from threading import current_thread, get_ident, main_thread
 from typing import Any
 from warnings import warn
 
@@ -29,6 +30,7 @@ from .._torch.tensors import (
     dispatch_modes,
     in_inference_mode,
     increment_versions,
+    mode_flags,
     wrap_local,
 )
 from ..errors import InPlaceError, OperatorArgumentError
@@ -68,6 +70,8 @@ _LIST = ResultKind.LIST
 _NONE = ResultKind.NONE
 _VIEW = ResultKind.VIEW
 _VIEWS = ResultKind.VIEWS
+# A block without effect; it can be entered many times.
+_NO_BLOCK = nullcontext()
 # the last argument of `wrap_local` for each tensor of a list
 _WITHOUT_GRADIENT = repeat(False)
 
@@ -99,19 +103,45 @@ class _OpCache:
         self.decisions[key] = decision
 
 
-class MarkWhileWatched:
+# The threads, other than the main one, that have used DTensors inside of a mode.
+_THREADS_WITH_MODES: set[int] = set()
+
+
+def torch_function_of(tensor: object) -> Any:
+    """Return what torch calls in the place of a torch function: it marks the function, or not.
+
+    The answer depends on the modes of this thread, not on the tensor.
+    """
+    # Counting the modes takes 20 ns more than reading torch's flag. But all threads share the flag:
+    # when a thread leaves its mode, the flag says False to a thread that is still in a mode. So the
+    # flag is enough only as long as the main thread alone enters modes.
+    if not mode_flags._is_in_torch_dispatch_mode and not _THREADS_WITH_MODES:
+        return disabled_torch_function
+    if not dispatch_modes():
+        return disabled_torch_function
+    if current_thread() is not main_thread():
+        _THREADS_WITH_MODES.add(get_ident())
+    return mark_outermost
+
+
+class MarkWhileWatched(property):
     """`__torch_function__` of a DTensor: marks the outermost torch function inside of a mode.
 
     A mode holds references to the tensors that torch makes, and its frames separate these tensors
     from the functions that made them. Without modes no function is marked, because marking takes
     1.8 us a call, also for attributes.
+
+    Torch reads this attribute of every tensor about three times a call. It is a property, because
+    a property is read in 35 ns, and an object with a `__get__` in Python in 50 ns. Read from the
+    class, as by `super()`, it is the property itself, which can be called like the function.
     """
 
-    # Torch reads this attribute of every tensor about three times a call, in 50 ns. Torch's flag of
-    # entered modes would take 36 ns, but all threads share it: it says False to a thread in a mode
-    # after another thread has left one.
-    def __get__(self, tensor: object, cls: type | None = None) -> Any:
-        return mark_outermost if dispatch_modes() else disabled_torch_function
+    def __init__(self) -> None:
+        super().__init__(torch_function_of)
+
+    def __call__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a torch function, as `__torch_function__` does."""
+        return torch_function_of(None)(function, types, args, kwargs or {})
 
 
 @dataclass(slots=True)
@@ -200,7 +230,8 @@ def dispatch(  # noqa: C901, PLR0912  # see above
         return _on_cache_miss(call, cache, key)
     if decision.slow_path:
         call = _Call(cls, op, args, kwargs, local_args=local_args, local_kwargs=local_kwargs)
-        if decision.default_dtype not in (None, torch.get_default_dtype()):
+        default = decision.default_dtype
+        if default is not None and default is not torch.get_default_dtype():
             return _on_cache_miss(call, cache, key)
         if not decision.only_compares_dtype:
             return _run_decision(call, decision)
@@ -209,7 +240,7 @@ def dispatch(  # noqa: C901, PLR0912  # see above
     if kind is _ONE or (kind is _VIEW and not in_inference_mode()):
         return wrap_local(cls, result, decision.outputs[0], False)
     if kind is _FIRST:
-        _count_for_shard(args[0])
+        _count_for_shards(args[0])
         return args[0]
     if kind is _LIST or (kind is _VIEWS and not in_inference_mode()):
         return [*map(wrap_local, repeat(cls), result, decision.outputs, _WITHOUT_GRADIENT)]
@@ -276,19 +307,9 @@ def _on_cache_miss(call: _Call, cache: _OpCache, key: tuple[Any, ...]) -> Any:
     if is_verified:
         decision = replace(decision, slow_path=True, only_compares_dtype=False, verifies_plain=True)
     if _LOG.isEnabledFor(logging.DEBUG):
-        _log(op, (*specs, *named_specs.values()), decision)
+        _LOG.debug("%s", decision.describe(op, (*specs, *named_specs.values())))
     cache.remember(key, decision)
     return _run_decision(call, decision, first=(cache, key))
-
-
-def _log(op: OpOverload, specs: Sequence[Any], decision: Decision) -> None:
-    """Log the operator on its specs, the inputs to redistribute, and the outputs."""
-    moves = []
-    for (argument, _), plan in decision.moves.items():
-        moves.append(f"\n  argument {argument}: {plan}")
-    inputs = ", ".join(map(str, specs))
-    outputs = ", ".join(map(str, decision.outputs)) or decision.result_kind.name.lower()
-    _LOG.debug("%s(%s) -> %s%s", op, inputs, outputs, "".join(moves))
 
 
 def _run_decision(
@@ -319,7 +340,7 @@ def _run_decision(
         warn(decision.notice, stacklevel=2)
     if decision.moves:
         _move_inputs(call, decision)
-    with watch_operation(decision.watched) if decision.watched else nullcontext():
+    with watch_operation(decision.watched) if decision.watched else _NO_BLOCK:
         result = decision.call(*call.local_args, **call.local_kwargs)
     for place, plan in decision.write_backs.items():
         written, at = container_of(place, call.local_args, call.local_kwargs)
@@ -338,16 +359,19 @@ def _run_decision(
     return _wrap(cls, result, decision, args, kwargs=kwargs)
 
 
-def _count_for_shard(written: Any) -> None:
-    """Count a write to a DTensor for its local tensor too; plain tensors are counted twice.
+def _count_for_shards(*written: Any) -> None:
+    """Count a write to DTensors for their local tensors too; plain tensors are counted twice.
 
-    Torch counts it for the DTensor only. A module that computes on local tensors has saved the
+    Torch counts it for the DTensors only. A module that computes on local tensors has saved the
     shard for its backward. A view of a DTensor writes to the shard of its base, which has a count
     of its own. Tensors of inference mode do not have a count.
     """
-    shards = [getattr(written, "_local_tensor", written)]
-    if written._is_view():
-        shards.append(getattr(written._base, "_local_tensor", written._base))
+    shards = []
+    for tensor in written:
+        shards.append(getattr(tensor, "_local_tensor", tensor))
+        base = tensor._base
+        if base is not None:
+            shards.append(getattr(base, "_local_tensor", base))
     try:
         increment_versions(shards)
     except RuntimeError:
@@ -362,10 +386,9 @@ def _bump_versions(
         written = args[place] if isinstance(place, int) else kwargs[place]
         bump_version(written)
         if not isinstance(written, list | tuple):
-            _count_for_shard(written)
+            _count_for_shards(written)
             continue
-        for tensor in written:
-            _count_for_shard(tensor)
+        _count_for_shards(*written)
         if not torch.is_grad_enabled():
             continue
         # If a list contains a tensor twice, or a tensor and a view of it, autograd would record one
@@ -388,7 +411,7 @@ def _move_inputs(call: _Call, decision: Decision) -> None:
     for place, check in decision.checks.items():
         tensors, at = container_of(place, local_args, local_kwargs)
         check(tensors[at])
-    with purpose(decision.reason) if decision.reason else nullcontext():
+    with purpose(decision.reason) if decision.reason else _NO_BLOCK:
         for place, plan in decision.moves.items():
             tensors, at = container_of(place, local_args, local_kwargs)
             owners, _ = container_of(place, call.args, call.kwargs)
@@ -429,7 +452,7 @@ def _wrap(
     def wrap_new(local: torch.Tensor, spec: Spec, index: int | None) -> Any:
         if index is None:
             return wrap_local(cls, local, spec, False)
-        _count_for_shard(originals[index])
+        _count_for_shards(originals[index])
         return originals[index]
 
     return decision.with_outputs(result, wrap_new)

@@ -115,6 +115,15 @@ class Decision:
         placed = zip(self.outputs, self.aliased, strict=True)
         return map_instances(result, Tensor, lambda local: function(local, *next(placed)))
 
+    def describe(self, op: OpOverload, specs: Sequence[Any]) -> str:
+        """Return a text for logs: the operator, the specs of its inputs, moves, and outputs."""
+        moves = []
+        for (argument, _), plan in self.moves.items():
+            moves.append(f"\n  argument {argument}: {plan}")
+        inputs = ", ".join(map(str, specs))
+        outputs = ", ".join(map(str, self.outputs)) or self.result_kind.name.lower()
+        return f"{op}({inputs}) -> {outputs}{''.join(moves)}"
+
 
 def result_kind(call: OpCall) -> ResultKind:
     """Determine how the result of a local call becomes DTensors."""

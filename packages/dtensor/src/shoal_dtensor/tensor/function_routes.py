@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .._torch.tensors import disabled_torch_function, dispatch_modes
-from ..dispatch.dispatch import MarkWhileWatched
-from ..dispatch.plain_tensors import mark_outermost
+from ..dispatch.dispatch import MarkWhileWatched, torch_function_of
 from .dtensor import DTensor
 
 _REPLACEMENTS: dict[Any, Callable[..., Any]] = {}
@@ -33,8 +31,7 @@ def restore_function(function: Callable[..., Any]) -> None:
 
 def run_function(function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """Run a torch function as `__torch_function__` of DTensors, without replacements."""
-    run = mark_outermost if dispatch_modes() else disabled_torch_function
-    return run(function, types, args, kwargs or {})
+    return torch_function_of(None)(function, types, args, kwargs or {})
 
 
 def _run_replaced(function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -204,10 +204,18 @@ def norm(call: OpCall) -> Iterator[Row]:
     yield from rows_along(call, P(partial_op))
 
 
+# Torch's Python bindings of operators, which take 1 us less per call.
+_BINDINGS: dict[Any, LocalFunction] = {
+    torch.ops.aten._foreach_norm.Scalar: torch._foreach_norm,
+    torch.ops.aten.linalg_vector_norm.default: torch.linalg.vector_norm,
+}
+
+
 def _norm(local_call: LocalCall) -> LocalFunction:
     """Run the operator itself, with a neutral element in place of empty shards in a list."""
     order = _order(local_call.call)
     op = local_call.call.op
+    run_locally = _BINDINGS.get(op, op)
     is_list = local_call.call.schema.is_list == (True,)
     has_empty = is_list and any(0 in spec.local_shape for spec in local_call.inputs)
     neutral = 0.0 if order >= 0 else inf  # the value that does not change this norm
@@ -221,7 +229,7 @@ def _norm(local_call: LocalCall) -> LocalFunction:
             )
         if has_empty:
             shards = [s if s.numel() else s.new_full((1,), neutral) for s in shards]
-        return op(shards, *args, **kwargs)
+        return run_locally(shards, *args, **kwargs)
 
     return run
 
