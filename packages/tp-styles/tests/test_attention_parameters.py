@@ -24,7 +24,7 @@ from shoal_tp_styles import (
 from tp_checks import assert_same_gradients
 
 
-class Latent(nn.Module):
+class LatentHeadsWithSinks(nn.Module):
     """Four heads of two features with a sink each.
 
     All heads read two more features beside the latent.
@@ -55,7 +55,7 @@ PLAN = {
 @on_ranks(4)
 def test_heads_read_features_beside_the_latent_and_sinks_of_their_own() -> None:
     torch.manual_seed(1)
-    single: Any = Latent().double()
+    single: Any = LatentHeadsWithSinks().double()
     module: Any = copy.deepcopy(single)
     parallelize_module(module, all_ranks(), PLAN)
     assert module.sinks.placements == (Shard(0),) and module.sinks.to_local().shape == (1,)
@@ -102,7 +102,8 @@ def test_a_forward_reads_this_ranks_part_of_its_counts() -> None:
     assert_same_gradients(module, single)
     module.heads = 6
     with pytest.raises(
-        LayoutError, match="heads of Counted is 6, which cannot be divided equally by 4 ranks"
+        LayoutError,
+        match="heads of Counted is 6, which cannot be divided equally by 4 ranks",
     ):
         parallelize_module(
             unparallelize_module(module), all_ranks(), OwnParameters(counts=("heads",))
@@ -111,14 +112,14 @@ def test_a_forward_reads_this_ranks_part_of_its_counts() -> None:
 
 def test_parameters_and_features_that_are_not_there_are_refused() -> None:
     with pytest.raises(LayoutError, match="no such parameter"):
-        OwnParameters(dims={"sink": 0}).sharding(Latent())
-    bare: Any = Latent()
+        OwnParameters(dims={"sink": 0}).sharding(LatentHeadsWithSinks())
+    bare: Any = LatentHeadsWithSinks()
     bare.sinks = None
     assert not OwnParameters(dims={"sinks": 0}).sharding(bare).parameters
     with pytest.raises(LayoutError, match="Counted does not have an integer attribute 'size'"):
         OwnParameters(counts=("size",)).sharding(Counted())
     with pytest.raises(LayoutError, match=r"one of shape \(4,\)"):
-        OwnParameters(dims={"sinks": 1}).sharding(Latent())
+        OwnParameters(dims={"sinks": 1}).sharding(LatentHeadsWithSinks())
     with pytest.raises(LayoutError, match="does not have 9 features"):
         LatentProjection(rotary=9).sharding(nn.Linear(6, 5))
     with pytest.raises(UnsupportedModuleError, match="Linear"):

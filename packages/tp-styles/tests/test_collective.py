@@ -28,6 +28,7 @@ from shoal_tp_styles.experts.expert_forward import OverlappedBlock
 from shoal_tp_styles.internal import DTensorForward
 from shoal_tp_styles.lowering.lowered import Lowered, OnLocalTokens
 from shoal_tp_styles.modules.composed_linear import FusedLowering
+from toy_modules import BehindOperation
 
 OPS = {
     "all_reduce": "all_reduce",
@@ -75,20 +76,10 @@ def test_declared_collectives_are_those_that_run(name: str) -> None:
     if full.is_floating_point():
         full.requires_grad_()
 
-    class Scaled(nn.Module):
-        """The module behind an operation, so that its input is an activation."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.module = module
-
-        def forward(self, x: Tensor) -> Any:
-            return self.module(x * 1 if x.is_floating_point() else x)
-
     path = f"module.{case.path}" if case.path else "module"
-    costs = preview(Scaled(), {path: case.style}, all_ranks(), full)
+    costs = preview(BehindOperation(module), {path: case.style}, all_ranks(), full)
     assert not any(row.by_dispatch for row in costs.rows)
-    parallelize_module(Scaled(), all_ranks(), {path: case.style})
+    parallelize_module(BehindOperation(module), all_ranks(), {path: case.style})
     forward, backward = train(
         module, shard_of(full.detach(), case.layout).requires_grad_(full.requires_grad)
     )
@@ -117,7 +108,7 @@ def subclasses(kind: type[Any]) -> list[type[Any]]:
 
 @on_ranks(4)
 def test_readers_of_one_activation_share_its_reduction() -> None:
-    class Readers(nn.Module):
+    class ReadersOfViews(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.q, self.k, self.conv = nn.Linear(8, 8), nn.Linear(8, 8), nn.Conv1d(8, 8, 1)
@@ -129,8 +120,8 @@ def test_readers_of_one_activation_share_its_reduction() -> None:
 
     plan = dict.fromkeys(("q", "k", "conv"), ColwiseParallel())
     x = torch.randn(4, 8, requires_grad=True)
-    costs = preview(Readers(), plan, all_ranks(), x)
-    module = parallelize_module(Readers(), all_ranks(), plan)
+    costs = preview(ReadersOfViews(), plan, all_ranks(), x)
+    module = parallelize_module(ReadersOfViews(), all_ranks(), plan)
     _, backward = train(module, x.detach().requires_grad_())
     assert backward == {"all_reduce": 2}  # a view is another activation
     assert costs.count("all_reduce") == (0, 2)

@@ -188,7 +188,7 @@ def test_a_transformer_is_one_graph(sequence: bool) -> None:
         assert forward == ["all_reduce"] * 4 + ["all_gather_into_tensor"]
 
 
-class Mixed(nn.Module):
+class EightLowerings(nn.Module):
     """Modules with eight lowerings; `test_compile_sizes` traces each lowering alone."""
 
     def __init__(self) -> None:
@@ -222,7 +222,7 @@ def test_eight_lowerings_in_one_graph_are_as_in_eager_code() -> None:
         "down": LoRA(base=RowwiseParallel(), rank=2, train_base=True),
     }
     torch.manual_seed(1)
-    assert_same(Mixed().double(), plan, torch.randint(9, (3, 4)))
+    assert_same(EightLowerings().double(), plan, torch.randint(9, (3, 4)))
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ from shoal_mesh import (
 )
 from shoal_mesh.testing import fake_world, on_ranks
 from shoal_tp_styles import Vocab, choose, loss_parallel, losses, parallelize_module
+from toy_modules import BehindOperation
 
 pytestmark = COMPILED
 Sweeps = list[list[tuple[Tensor, ...]]]
@@ -74,20 +75,9 @@ def world() -> DeviceMesh:
     return init_device_mesh("cpu", (torch.distributed.get_world_size(),))
 
 
-class Behind(nn.Module):
-    """A module behind an operation, so that its input is an activation."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: Tensor) -> Any:
-        return self.module(x * 1 if x.is_floating_point() else x)
-
-
 def parallel(case: Case) -> nn.Module:
     path = f"module.{case.path}".rstrip(".")
-    return parallelize_module(Behind(case.make()), world(), {path: case.style})
+    return parallelize_module(BehindOperation(case.make()), world(), {path: case.style})
 
 
 def inputs(case: Case, ranks: int) -> list[list[Tensor]]:

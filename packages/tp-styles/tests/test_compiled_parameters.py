@@ -21,6 +21,7 @@ from shoal_dtensor import full_tensor
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import all_ranks, fake_world, on_ranks
 from shoal_tp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
+from toy_modules import FeedForward
 
 pytestmark = COMPILED
 PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel()}
@@ -135,23 +136,10 @@ def test_a_compiled_module_dies_with_its_last_reference() -> None:
         assert known() is None
 
 
-class Block(nn.Module):
-    """Two Linears that are one block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`(batch, 4)`."""
-        out: Tensor = self.second(self.first(x).relu())
-        return out
-
-
 def blocks_of(count: int) -> Any:
     mesh = init_device_mesh("cpu", (2,))
-    plan = {"*.first": ColwiseParallel(), "*.second": RowwiseParallel()}
-    return parallelize_module(nn.Sequential(*(Block() for _ in range(count))), mesh, plan)
+    plan = {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}
+    return parallelize_module(nn.Sequential(*(FeedForward(4, 8) for _ in range(count))), mesh, plan)
 
 
 def test_a_module_that_left_its_block_is_forgotten() -> None:
@@ -159,13 +147,13 @@ def test_a_module_that_left_its_block_is_forgotten() -> None:
         module = blocks_of(1)
         fast, x = compiled(module), torch.randn(3, 4)
         fast(x).sum().backward()
-        left = weakref.ref(module[0].first.weight)
-        module[0].first = nn.Linear(4, 4, bias=False)
+        left = weakref.ref(module[0].up.weight)
+        module[0].up = nn.Linear(4, 4, bias=False)
         # it forgets the graph before, whose guards held the module
         compiled(module)(x).sum().backward()
         gc.collect()
         assert left() is None
-        assert module[0].second.weight.grad is not None
+        assert module[0].down.weight.grad is not None
 
 
 def test_blocks_of_equal_structure_share_one_graph() -> None:

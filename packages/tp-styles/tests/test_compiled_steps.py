@@ -23,7 +23,7 @@ pytestmark = COMPILED
 STEPS, MAX_NORM = 5, 0.05
 
 
-class Model(nn.Module):
+class UnevenColumnsAndNorm(nn.Module):
     """Rows behind columns that two ranks share unevenly, and a norm whose parameters are plain."""
 
     def __init__(self) -> None:
@@ -36,9 +36,9 @@ class Model(nn.Module):
         return out
 
 
-def start(seed: int) -> Model:
+def start(seed: int) -> UnevenColumnsAndNorm:
     torch.manual_seed(seed)
-    return Model().double()
+    return UnevenColumnsAndNorm().double()
 
 
 def parallel(seed: int) -> Any:

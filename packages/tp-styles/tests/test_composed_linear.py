@@ -24,7 +24,7 @@ from shoal_tp_styles import (
 )
 
 
-class Attention(nn.Module):
+class GroupedQueryAttention(nn.Module):
     """Grouped-query attention over whatever heads the projections give, separate or fused."""
 
     def __init__(self, dim: int, heads: int, kv_heads: int, head: int, fused: bool) -> None:
@@ -67,7 +67,7 @@ GROUPS = [(8, 4), (8, 2), (8, 1), (12, 6)]
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("sequence", [False, True])
 def test_grouped_query_attention(heads: int, kv: int, fused: bool, sequence: bool) -> None:
-    single = Attention(16, heads, kv, 4, fused).double()
+    single = GroupedQueryAttention(16, heads, kv, 4, fused).double()
     arriving = Shard(1) if sequence else Replicate()
     plan: dict[str, Any] = {"o": RowwiseParallel(output_layouts=arriving)}
     q = Heads(heads, 4)

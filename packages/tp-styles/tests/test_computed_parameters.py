@@ -79,7 +79,7 @@ def test_values_and_gradients_are_those_of_one_device(kind: str, plan: str) -> N
         torch.testing.assert_close(grads[name], param.grad)
 
 
-class Doubled(nn.Module):
+class DoubledWeight(nn.Module):
     def forward(self, weight: Any) -> Any:
         return weight * 2
 
@@ -94,7 +94,7 @@ def test_convolutions_read_a_parametrized_weight(kind: Any, style: Any) -> None:
     plain = kind(4, 6, 3).double()
     parallel = parallelize_module(copy.deepcopy(plain), all_ranks(), style)
     for model in (plain, parallel):
-        nn.utils.parametrize.register_parametrization(model, "weight", Doubled())
+        nn.utils.parametrize.register_parametrization(model, "weight", DoubledWeight())
     x = torch.randn(2, 4, 5, dtype=torch.float64)
     torch.testing.assert_close(parallel(x), plain(x))
 

@@ -33,7 +33,7 @@ from small_models import assert_same_parameters
 from tp_checks import counts
 
 
-class Block(nn.Module):
+class RotaryBlock(nn.Module):
     """Norm, causal attention with grouped heads, and a projection.
 
     The attention has rotary embeddings of given positions.
@@ -71,7 +71,7 @@ class Block(nn.Module):
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
-class Packed(Block):
+class Packed(RotaryBlock):
     """Two documents behind each other, each by itself."""
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class Packed(Block):
         return torch.cat(each, 1)
 
 
-class Windowed(Block):
+class Windowed(RotaryBlock):
     """Each query reads its own key and the three keys before it."""
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ def assert_as_one_device(
     module: Any,
     mesh: DeviceMesh,
     layout: SequenceLayout,
-    single: Block,
+    single: RotaryBlock,
     run: Callable[..., Any] | None = None,
 ) -> None:
     """Outputs, and gradients summed over the axis of the sequence."""
@@ -129,13 +129,13 @@ def test_a_block_over_four_ranks_and_times_tensor_parallelism(method: Method) ->
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("context", "tensor"))
     for length in (16, 11):
         layout = SequenceLayout.head_tail(length, 4)
-        single = Block()
+        single = RotaryBlock()
         module = parallelize_module(
             copy.deepcopy(single), all_ranks(), ContextParallel(method=method, layout=layout)
         )
         assert_as_one_device(module, all_ranks(), layout, single)
         layout = SequenceLayout.head_tail(length, 2)
-        single = Block()
+        single = RotaryBlock()
         style = ContextParallel(method=method, layout=layout).on("context")
         plan = {"": style} | {name: style.on("tensor") for name, style in TENSOR.items()}
         module = parallelize_module(copy.deepcopy(single), mesh, plan)
@@ -152,7 +152,9 @@ def test_packed_documents_times_tensor_parallelism(method: Method) -> None:
     )
     style = ContextParallel(method=method, layout=layout, documents=documents).on("context")
     plan = {"": style} | {name: each.on("tensor") for name, each in TENSOR.items()}
-    assert_as_one_device(parallelize_module(Block(), mesh, plan), mesh["context"], layout, Packed())
+    assert_as_one_device(
+        parallelize_module(RotaryBlock(), mesh, plan), mesh["context"], layout, Packed()
+    )
 
 
 @on_ranks(2)
@@ -160,15 +162,15 @@ def test_packed_documents_times_tensor_parallelism(method: Method) -> None:
 def test_queries_read_the_keys_of_a_window(method: Method) -> None:
     layout = SequenceLayout.head_tail(11, 2)
     style = ContextParallel(method=method, layout=layout, window=(3, None))
-    module = parallelize_module(Block(), all_ranks(), style)
+    module = parallelize_module(RotaryBlock(), all_ranks(), style)
     assert_as_one_device(module, all_ranks(), layout, Windowed())
 
 
 @on_ranks(2)
 def test_by_name_contiguous_checkpointed_and_compiled() -> None:
     layout = SequenceLayout.contiguous(8, 2)
-    single = Block()
-    module = parallelize_module(Block(), all_ranks(), ContextParallel())
+    single = RotaryBlock()
+    module = parallelize_module(RotaryBlock(), all_ranks(), ContextParallel())
 
     def checkpointed(*inputs: Tensor) -> Any:
         return checkpoint(module, *inputs, use_reentrant=False)
@@ -176,10 +178,10 @@ def test_by_name_contiguous_checkpointed_and_compiled() -> None:
     assert_as_one_device(module, all_ranks(), layout, single, checkpointed)
     # what is run again is so outside of the module's forward
     for reentrant in (False, True):
-        module = parallelize_module(Block(reentrant), all_ranks(), ContextParallel())
-        assert_as_one_device(module, all_ranks(), layout, Block())
+        module = parallelize_module(RotaryBlock(reentrant), all_ranks(), ContextParallel())
+        assert_as_one_device(module, all_ranks(), layout, RotaryBlock())
     x = torch.randn(1, 4, 16, dtype=torch.double)
-    module = parallelize_module(Block(), all_ranks(), ContextParallel())
+    module = parallelize_module(RotaryBlock(), all_ranks(), ContextParallel())
     compiled = torch.compile(module, backend="eager")
     positions = layout.positions(get_rank())
     torch.testing.assert_close(compiled(x, positions), module(x, positions))
@@ -189,7 +191,7 @@ def test_by_name_contiguous_checkpointed_and_compiled() -> None:
 @pytest.mark.parametrize("method", ["ring", "allgather", "ulysses"])
 def test_preview_declares_what_runs(method: Method) -> None:
     x, positions = torch.randn(2, 16, 16, dtype=torch.double), torch.arange(16)
-    module = Block()
+    module = RotaryBlock()
     costs = preview(module, {"": ContextParallel(method=method)}, abstract_mesh((4,)), x, positions)
     parallelize_module(module, all_ranks(), ContextParallel(method=method))
     layout = SequenceLayout.contiguous(16, 4)
@@ -209,7 +211,7 @@ def test_preview_declares_what_runs(method: Method) -> None:
 
 def test_verify_does_not_judge_whole_inputs() -> None:
     plan = {"": ContextParallel()}
-    found = verify(Block(), plan, abstract_mesh((2,)), torch.randn(1, 4, 16), torch.arange(4))
+    found = verify(RotaryBlock(), plan, abstract_mesh((2,)), torch.randn(1, 4, 16), torch.arange(4))
     assert not found.wrong and "takes a rank's positions" in found.unproven[0]
 
 

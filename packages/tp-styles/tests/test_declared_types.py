@@ -150,14 +150,14 @@ def test_a_prepared_input_is_a_shard(grad: bool, mesh: DeviceMesh) -> None:
     style = PrepareModuleInput(
         input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True
     )
-    module = parallelize_module(Reader(), mesh, style)
+    module = parallelize_module(KeepsTypeOfInput(), mesh, style)
     with spmd.set_current_mesh(mesh), spmd.typecheck(local=False):
         x = typed(mesh, I, 2, 8)
         module(x.requires_grad_(grad))
         assert module.kind is S(1)
 
 
-class Reader(nn.Module):
+class KeepsTypeOfInput(nn.Module):
     """A module that keeps the type of its input."""
 
     kind: object = None

@@ -28,6 +28,7 @@ from shoal_tp_styles import (
     SequenceParallel,
     parallelize_module,
 )
+from toy_modules import FeedForward, FusedGate
 
 
 def single_and_parallel(make: Callable[[], nn.Module], plan: Any) -> tuple[Any, Any, DeviceMesh]:
@@ -55,17 +56,6 @@ def test_fewer_output_features_than_ranks(shape: tuple[int, ...]) -> None:
     )
 
 
-class FeedForward(nn.Module):
-    """Two products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.down(self.up(x).relu())
-
-
 @pytest.mark.parametrize("length", [5, 6])
 @on_ranks(4)
 def test_uneven_shards_of_a_sequence_do_not_leave_as_plain_tensors(length: int) -> None:
@@ -80,28 +70,18 @@ def test_uneven_shards_of_a_sequence_do_not_leave_as_plain_tensors(length: int) 
         ColwiseParallel(input_layouts=Shard(1)),
         RowwiseParallel(output_layouts=Shard(1)),
     )
-    plain, model, _ = single_and_parallel(FeedForward, {"": ports, "up": columns, "down": rows})
+    plan = {"": ports, "up": columns, "down": rows}
+    plain, model, _ = single_and_parallel(lambda: FeedForward(8, 16), plan)
     torch.testing.assert_close(model(draw(2, 8, 8)), plain(draw(2, 8, 8)))
     with pytest.raises(LayoutError, match=f"dim 1 of the output has {length} elements"):
         model(draw(2, length, 8))
 
 
-class Gated(nn.Module):
-    """Two fused blocks of nine features, multiplied."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 18), nn.Linear(9, 6)
-
-    def forward(self, x: Tensor) -> Any:
-        gate, value = self.up(x).chunk(2, -1)
-        return self.down(gate * value)
-
-
 @on_ranks(4)
 def test_blocks_of_features_are_sharded_as_the_rows_behind_them() -> None:
-    plan = {"up": PackedColwiseParallel(blocks={"gate": 9, "value": 9}), "down": RowwiseParallel()}
-    as_one_device(Gated().double(), plan, all_ranks(), [draw(2, 4, 6)])
+    halves = PackedColwiseParallel(blocks={"gate": 9, "value": 9})
+    plan = {"fused": halves, "rows": RowwiseParallel()}
+    as_one_device(FusedGate(6, 9).double(), plan, all_ranks(), [draw(2, 4, 6)])
 
 
 @pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])

@@ -21,6 +21,7 @@ from shoal_tp_styles import (
     UnsupportedModuleError,
 )
 from shoal_tp_styles.experts.expert_forward import forward_of_own_experts
+from toy_modules import Scale
 
 
 def test_hidden_features_of_every_kind() -> None:
@@ -82,16 +83,8 @@ def test_modules_that_are_called_otherwise_are_refused() -> None:
 
 
 def test_a_number_per_expert_has_no_rows() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.scale
-
     experts = ListedExperts(2)
-    experts[1] = Scaled()
+    experts[1] = Scale()
     with pytest.raises(UnsupportedModuleError, match=r"1\.scale of ListedExperts has 0 dims"):
         ExpertParallel().sharding(experts)
 

@@ -64,7 +64,7 @@ torch.distributed.destroy_process_group()
 """
 
 
-class Block(nn.Module):
+class PackedGateOfTokens(nn.Module):
     """Embedding, norm on shards of the sequence, packed columns, rows."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ def shared_folder() -> Path:
 def run_alone(kind: str) -> None:
     """Load the saved program of a module, and run it if it can be, in a process without shoal."""
     torch.manual_seed(0)
-    module = parallelize_module(Block(), all_ranks(), PLAN)
+    module = parallelize_module(PackedGateOfTokens(), all_ranks(), PLAN)
     folder, rank = shared_folder(), dist.get_rank()
     x = torch.randint(9, (3, 4))
     with torch.no_grad():

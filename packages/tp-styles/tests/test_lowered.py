@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shoal_dtensor import Replicate
@@ -29,6 +29,7 @@ from shoal_tp_styles import (
     unparallelize_module,
 )
 from small_models import MLP, assert_same_parameters
+from toy_modules import Conv1D, FusedGate, SelfAttention
 
 
 @on_ranks(2)
@@ -91,7 +92,7 @@ def test_what_a_lowering_reads_of_its_module_is_unpickled_before_it() -> None:
         "1": RowwiseParallel(),
     }
     transposed = parallelize_module(
-        nn.Sequential(nn.Identity(), Transposed(4, 6)), all_ranks(), {"1": plan["1"]}
+        nn.Sequential(nn.Identity(), Conv1D(4, 6)), all_ranks(), {"1": plan["1"]}
     )
     for module, input in (
         (parallelize_module(nn.LSTM(4, 6), all_ranks(), plan["0"]), x),
@@ -101,48 +102,6 @@ def test_what_a_lowering_reads_of_its_module_is_unpickled_before_it() -> None:
         torch.save(module, buffer)
         buffer.seek(0)
         torch.testing.assert_close(torch.load(buffer, weights_only=False)(input), module(input))
-
-
-class Transposed(nn.Module):
-    """A Linear with a weight of shape (in, out)."""
-
-    def __init__(self, nx: int, nf: int) -> None:
-        super().__init__()
-        self.nf = nf
-        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.randn(nf))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`(..., nf)`."""
-        return torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight).view(
-            *x.shape[:-1], self.nf
-        )
-
-
-class Alone(nn.Module):
-    """Self-attention of one tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.MultiheadAttention(12, 3, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Same shape as x."""
-        out: Tensor = self.inner(x, x, x, need_weights=False)[0]
-        return out
-
-
-class Blocks(nn.Module):
-    """A fused product whose blocks meet."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fused, self.rows = nn.Linear(12, 14), nn.Linear(7, 12)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Same shape as x."""
-        a, b = self.fused(x).chunk(2, -1)
-        out: Tensor = self.rows(a * b)
-        return out
 
 
 def with_tanh_between(first: nn.Module, second: nn.Module) -> nn.Module:
@@ -170,7 +129,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
         lambda: with_tanh_between(nn.Linear(12, 7), nn.Linear(7, 12)),
         {"0": ColwiseParallel(), "2": RowwiseParallel().overlapped(2)},
     ),
-    "transposed": (lambda: with_tanh_between(Transposed(12, 7), Transposed(7, 12)), COLUMNS_ROWS),
+    "transposed": (lambda: with_tanh_between(Conv1D(12, 7), Conv1D(7, 12)), COLUMNS_ROWS),
     "convolution": (
         lambda: with_tanh_between(nn.Conv1d(6, 7, 3, padding=1), nn.Conv1d(7, 6, 1)),
         COLUMNS_ROWS,
@@ -184,8 +143,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
         },
     ),
     "adapters": (lambda: with_tanh_between(nn.Linear(12, 7), nn.Linear(7, 12)), ADAPTERS),
-    "attention": (Alone, {"inner": HeadParallel()}),
-    "fused": (Blocks, FUSED),
+    "attention": (lambda: SelfAttention(12, 3), {"inner": HeadParallel()}),
+    "fused": (lambda: FusedGate(12, 7), FUSED),
 }
 
 

@@ -58,7 +58,7 @@ def test_parameters_without_values_are_named(kind: str) -> None:
     assert not model._forward_pre_hooks
 
 
-class Scaled(nn.Module):
+class ScaledByUnsavedBuffer(nn.Module):
     """A layer with a buffer that no state dict has."""
 
     factor: torch.Tensor
@@ -75,7 +75,7 @@ class Scaled(nn.Module):
 @on_ranks(2)
 def test_buffers_without_values_are_named() -> None:
     with torch.device("meta"):
-        model = Scaled()
+        model = ScaledByUnsavedBuffer()
     plan = {"layer": ColwiseParallel(output_layouts=Replicate())}
     parallelize_module(model, all_ranks(), plan)
     model.layer.to_empty(device="cpu")

@@ -23,7 +23,7 @@ from shoal_tp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
 WIDTH, TOKENS = 256, 64
 
 
-class Gated(nn.Module):
+class GateOfTwoReaders(nn.Module):
     """Two readers of one activation, and a layer by rows behind their product."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Gated(nn.Module):
 
 
 def by_hand(x: Tensor, w: dict[str, nn.Parameter]) -> Tensor:
-    """`Gated` on this rank's shards of the parameters, as one would write it."""
+    """`GateOfTwoReaders` on this rank's shards of the parameters, as one would write it."""
     x = x * 1
     both: Tensor = HandCopy.apply(x)  # type: ignore[no-untyped-call]  # torch
     hidden = linear(both, w["gate.weight"], w["gate.bias"]).sigmoid() * linear(
@@ -50,12 +50,14 @@ def by_hand(x: Tensor, w: dict[str, nn.Parameter]) -> Tensor:
 
 
 def parallel(row_output: Any = None, column_input: Any = None) -> nn.Module:
-    """`Gated`, lowered."""
+    """`GateOfTwoReaders`, lowered."""
     columns, rows = (
         ColwiseParallel(input_layouts=column_input),
         RowwiseParallel(output_layouts=row_output),
     )
-    return parallelize_module(Gated(), all_ranks(), {"gate": columns, "up": columns, "down": rows})
+    return parallelize_module(
+        GateOfTwoReaders(), all_ranks(), {"gate": columns, "up": columns, "down": rows}
+    )
 
 
 def locals_of(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -132,7 +132,7 @@ def test_computed_parameters_are_refused_before_anything_changes(name: str) -> N
 
 
 def test_a_parametrized_module_under_dispatch_is_not_refused() -> None:
-    class Own(nn.Module):
+    class ParametrizedInside(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.inner = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
@@ -140,4 +140,4 @@ def test_a_parametrized_module_under_dispatch_is_not_refused() -> None:
         def forward(self, x):  # type: ignore[no-untyped-def]  # as users write it
             return self.inner(x)
 
-    assert verify(Own(), SequenceParallel(), abstract_mesh((2,))).ok
+    assert verify(ParametrizedInside(), SequenceParallel(), abstract_mesh((2,))).ok

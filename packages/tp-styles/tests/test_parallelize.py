@@ -80,7 +80,7 @@ def test_transformer(sequence: bool, checkpointed: bool, tied: bool) -> None:
     as_one_device(single, transformer_plan(sequence), all_ranks(), [torch.randint(10, (3, 8))])
 
 
-class Tied(nn.Module):
+class TiedEmbedding(nn.Module):
     """A head that holds the embedding's weight."""
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ ROWS, COLUMNS = (
 def test_a_plan_that_names_one_of_two_tied_modules(
     plan: dict[str, ParallelStyle], lower: bool
 ) -> None:
-    single = Tied().double()
+    single = TiedEmbedding().double()
     module = parallelize_module(copy.deepcopy(single), all_ranks(), plan, lower=lower)
     assert module.head.weight is module.table.weight
     tokens = torch.randint(10, (3, 8))
@@ -119,7 +119,7 @@ def test_a_plan_that_names_one_of_two_tied_modules(
 @on_ranks(4)
 def test_tied_modules_in_two_calls_and_tied_again() -> None:
     """As torch's own example does; the second call's style takes the place of the implied one."""
-    single = Tied().double()
+    single = TiedEmbedding().double()
     module = parallelize_module(copy.deepcopy(single), all_ranks(), {"table": ROWS})
     parallelize_module(module, all_ranks(), {"head": ColwiseParallel()})
     module.head.weight = module.table.weight

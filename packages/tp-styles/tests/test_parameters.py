@@ -281,7 +281,7 @@ def test_second_derivatives_through_a_norm_are_refused() -> None:
 
 @on_ranks(4)
 def test_a_reader_whose_output_is_unused_leaves_its_gradient_alone() -> None:
-    class Pair(nn.Module):
+    class UnusedReader(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.first, self.second = nn.Linear(4, 8), nn.Linear(4, 8)
@@ -291,7 +291,7 @@ def test_a_reader_whose_output_is_unused_leaves_its_gradient_alone() -> None:
             out: Tensor = self.second(x)
             return out
 
-    pair = lowered(Pair(), {"first": ColwiseParallel(), "second": ColwiseParallel()})
+    pair = lowered(UnusedReader(), {"first": ColwiseParallel(), "second": ColwiseParallel()})
     x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
     pair(x * 1).square().sum().backward()
     found = grads(pair)

@@ -52,7 +52,7 @@ def test_prepare_module_input() -> None:
     torch.testing.assert_close(out.full_tensor(), full)
 
 
-class Several(nn.Module):
+class GivesBackInputs(nn.Module):
     """Takes whatever it is given and gives it back."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -70,7 +70,7 @@ def test_prepare_several_inputs() -> None:
         desired_input_kwarg_layouts={"mask": Replicate()},
         use_local_output=True,
     )
-    module: Any = parallelize_module(Several(), axis, style)
+    module: Any = parallelize_module(GivesBackInputs(), axis, style)
     arrived = distribute_tensor(full, axis, (Shard(0),))
     a, b, c, d = module(own_shard(full, 0), "as it is", arrived, mask=own_shard(full, 0))
     assert b == "as it is"

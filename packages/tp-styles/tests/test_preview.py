@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shoal_dtensor import DTensor, Shard
 from shoal_mesh import CommDebugMode, abstract_mesh, init_device_mesh
@@ -22,6 +22,7 @@ from shoal_tp_styles import (
     preview,
 )
 from small_models import MLP, ModelArgs, Transformer, transformer_plan
+from toy_modules import Conv1D
 
 OPS = {
     "all_reduce": torch.ops._c10d_functional.all_reduce,
@@ -98,15 +99,10 @@ def test_rows_with_a_sharded_output_sum_the_gradient_of_their_bias() -> None:
 
 
 def test_bytes_of_a_transposed_fused_weight() -> None:
-    class Transposed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.nf, self.weight = 24, nn.Parameter(torch.empty(8, 24))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x @ self.weight
-
     costs = preview(
-        Transposed(), PackedColwiseParallel(blocks=3), abstract_mesh((4,)), torch.zeros(2, 8)
+        Conv1D(8, 24, bias=False),
+        PackedColwiseParallel(blocks=3),
+        abstract_mesh((4,)),
+        torch.zeros(2, 8),
     )
     assert costs.parameter_bytes == 8 * 6 * 4

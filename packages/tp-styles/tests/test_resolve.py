@@ -158,7 +158,7 @@ def test_one_kind_of_boundary_style_wraps_a_module_once() -> None:
         resolve(MLP(), {"net1": gathered, "net*": gathered}).check()
 
 
-class Twice(nn.Module):
+class LinearUnderTwoNames(nn.Module):
     """One Linear under two names."""
 
     def __init__(self) -> None:
@@ -170,9 +170,9 @@ class Twice(nn.Module):
 
 def test_a_shared_module_needs_a_style_under_one_of_its_names() -> None:
     plan = {"second": ColwiseParallel(), "other": ColwiseParallel()}
-    resolve(Twice(), plan).check()
+    resolve(LinearUnderTwoNames(), plan).check()
     with pytest.raises(TiedWeightError, match=r"first.bias: .*other.bias: no style"):
-        resolve(Twice(), {"second": ColwiseParallel()}).check()
+        resolve(LinearUnderTwoNames(), {"second": ColwiseParallel()}).check()
 
 
 def test_an_empty_plan_names_the_attribute_with_its_reasons() -> None:

@@ -119,7 +119,7 @@ def test_attention_under_selective_checkpointing() -> None:
     assert x.grad is not None
 
 
-class Checkpointed(nn.Module):
+class CheckpointedDropout(nn.Module):
     """A block that is run again in the backward pass, inside of a model."""
 
     def __init__(self, context_fn: Any) -> None:
@@ -137,7 +137,7 @@ class Checkpointed(nn.Module):
 @on_ranks(4)
 def test_dropout_behind_a_plain_module_is_recomputed(context_fn: Any) -> None:
     torch.manual_seed(0)
-    start = Checkpointed(context_fn).double()
+    start = CheckpointedDropout(context_fn).double()
     grads = []
     for plan in ({}, {"block.2": ColwiseParallel(output_layouts=Replicate())}):
         module = (

@@ -22,7 +22,7 @@ from small_models import own_shard
 from tp_checks import counts, global_value
 
 
-class Readers(nn.Module):
+class NormWithThreeReaders(nn.Module):
     """Three projections of one normalised activation, and a residual."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ READERS = {
 }
 
 
-def interleaved(module: Readers, ways: int) -> Readers:
+def interleaved(module: NormWithThreeReaders, ways: int) -> NormWithThreeReaders:
     """The single module whose q gives a rank's halves in the order of the parallel one's ranks."""
     order = torch.arange(16).view(ways, 2, 8 // ways).transpose(0, 1).reshape(-1)
     single = copy.deepcopy(module)
@@ -63,7 +63,7 @@ def interleaved(module: Readers, ways: int) -> Readers:
 @on_ranks(4)
 @pytest.mark.parametrize("inplace", [False, True])
 def test_readers_of_one_activation_share_a_reduction(inplace: bool) -> None:
-    axis, start = all_ranks(), Readers().double()
+    axis, start = all_ranks(), NormWithThreeReaders().double()
     single: Any = interleaved(start, axis.size())
     module: Any = parallelize_module(copy.deepcopy(start), axis, READERS)
     # a frozen projection saves no input, so its input may be written to
@@ -85,7 +85,7 @@ def test_readers_of_one_activation_share_a_reduction(inplace: bool) -> None:
 
 @on_ranks(4)
 def test_shared_readers_under_partial_use() -> None:
-    axis, start = all_ranks(), Readers().double()
+    axis, start = all_ranks(), NormWithThreeReaders().double()
     module: Any = parallelize_module(copy.deepcopy(start), axis, READERS)
     x = torch.randn(5, 8, dtype=torch.double, requires_grad=True)
     h, reference = module.norm(x), start.norm(x)
@@ -110,7 +110,7 @@ def test_shared_readers_under_partial_use() -> None:
 @on_ranks(4)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_readers_under_checkpointing(reentrant: bool) -> None:
-    axis, start = all_ranks(), Readers().double()
+    axis, start = all_ranks(), NormWithThreeReaders().double()
     single: Any = interleaved(start, axis.size())
     module: Any = parallelize_module(copy.deepcopy(start), axis, READERS)
     x = torch.randn(5, 8, dtype=torch.double, requires_grad=True)
@@ -125,7 +125,7 @@ def test_readers_under_checkpointing(reentrant: bool) -> None:
 @on_ranks(4)
 def test_readers_in_inference_mode() -> None:
     plan = {name: ColwiseParallel(input_layouts=Shard(0)) for name in ("q", "k")}
-    start = Readers().double()
+    start = NormWithThreeReaders().double()
     module: Any = parallelize_module(copy.deepcopy(start), all_ranks(), plan)
     x = torch.randn(8, 8, dtype=torch.double)
     with torch.inference_mode():

@@ -30,7 +30,7 @@ MESH = abstract_mesh((4,), ("tp",))
 HEAD_DIM = 4
 
 
-class Attention(nn.Module):
+class CountsHeads(nn.Module):
     """Grouped-query attention that reads its number of heads off activations, or has its own."""
 
     def __init__(
@@ -90,8 +90,8 @@ PROVEN: dict[str, tuple[nn.Module, Any, Any]] = {
     "MLP": (MLP(), MLP.plan, torch.randn(3, 10)),
     "transformer": (Transformer(ModelArgs()), transformer_plan(), torch.randint(8, (2, 8))),
     "sequence": (Transformer(ModelArgs()), transformer_plan(True), torch.randint(8, (2, 8))),
-    "heads": (Attention(8, 4), plan(), torch.randn(2, 3, 32)),
-    "replicated heads": (Attention(8, 2), plan(8, 2), torch.randn(2, 3, 32)),
+    "heads": (CountsHeads(8, 4), plan(), torch.randn(2, 3, 32)),
+    "replicated heads": (CountsHeads(8, 2), plan(8, 2), torch.randn(2, 3, 32)),
     "sharded output": (nn.Sequential(nn.Linear(4, 8)), {"0": ColwiseParallel()}, torch.randn(3, 4)),
     "uneven": (
         nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)),
@@ -101,19 +101,19 @@ PROVEN: dict[str, tuple[nn.Module, Any, Any]] = {
 }
 WRONG: dict[str, tuple[nn.Module, Any, Any, str]] = {
     "own number of heads": (
-        Attention(4, 4, own_count=True),
+        CountsHeads(4, 4, own_count=True),
         plan(),
         torch.randn(2, 8, 16),
         "differs|does not run",
     ),
     "norm of sharded queries": (
-        Attention(4, 4, norm=True),
+        CountsHeads(4, 4, norm=True),
         plan(),
         torch.randn(2, 8, 16),
         "gradient of q_norm.weight",
     ),
     "12 query and 6 key heads": (
-        Attention(12, 6),
+        CountsHeads(12, 6),
         plan(12, 6),
         torch.randn(2, 3, 48),
         "differs|does not run",
@@ -234,7 +234,7 @@ def test_random_numbers_are_those_of_one_device_in_training_mode(
     assert not verify(nn.TransformerEncoderLayer(8, 4, 16, dropout=0.0), plan, MESH, x).wrong
 
 
-class Draws(nn.Module):
+class DrawsByPython(nn.Module):
     """Draws by Python between two layers, in training mode as models of speech draw their masks."""
 
     def __init__(self) -> None:
@@ -250,7 +250,9 @@ def test_draws_by_python_are_seeded_on_each_simulated_rank() -> None:
     # Ranks that take turns shared the state of Python's generator, and a right plan was refuted.
     gathered = ColwiseParallel(output_layouts=Replicate())
     state = random.getstate()
-    found = verify(Draws(), {"first": gathered, "second": gathered}, MESH, torch.randn(3, 8))
+    found = verify(
+        DrawsByPython(), {"first": gathered, "second": gathered}, MESH, torch.randn(3, 8)
+    )
     assert found.proven, found
     assert random.getstate() == state
 
@@ -298,13 +300,13 @@ def test_an_entry_that_the_inputs_do_not_reach_is_not_proven() -> None:
 def test_random_numbers_of_other_libraries_and_refusals_leave_a_plan_unproven() -> None:
     system = random.SystemRandom()
 
-    class Own(nn.Sequential):
+    class DrawsFromTheSystem(nn.Sequential):
         def forward(self, x: Tensor) -> Any:
             rows = super().forward(x)  # type: ignore[no-untyped-call]  # of torch
             out = functional.dropout(rows, 0.3, self.training)
             return out * system.random() if self.training else out
 
-    class Fused(nn.Module):
+    class ProductOfThreeBlocks(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.qkv, self.drop, self.out = nn.Linear(8, 24), nn.Dropout(0.3), nn.Linear(8, 8)
@@ -315,13 +317,19 @@ def test_random_numbers_of_other_libraries_and_refusals_leave_a_plan_unproven() 
 
     x = torch.randn(3, 8)
     found = verify(
-        Own(nn.Linear(8, 8)), {"0": ColwiseParallel(output_layouts=Replicate())}, MESH, x
+        DrawsFromTheSystem(nn.Linear(8, 8)),
+        {"0": ColwiseParallel(output_layouts=Replicate())},
+        MESH,
+        x,
     )
     assert found.ok and re.search(
         "the plain model computes different results with the same seed in training mode",
         found.unproven[0],
     )
     found = verify(
-        Fused(), {"qkv": PackedColwiseParallel(blocks=3), "out": RowwiseParallel()}, MESH, x
+        ProductOfThreeBlocks(),
+        {"qkv": PackedColwiseParallel(blocks=3), "out": RowwiseParallel()},
+        MESH,
+        x,
     )
     assert found.ok and re.search("does not run in training mode.*LayoutError", found.unproven[0])

@@ -31,57 +31,9 @@ from shoal_tp_styles import (
     RowwiseParallel,
     SequenceParallel,
 )
+from toy_modules import Conv1D, FirstOutput, Scale, SelfAttention
 
 TOKENS = torch.arange(8) % 7
-
-
-class Conv1D(nn.Module):
-    """A Linear whose weight is (in, out)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nf = 8
-        self.weight, self.bias = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight + self.bias
-
-
-class SelfAttention(nn.Module):
-    """Attention of a tensor to itself, or to another one."""
-
-    def __init__(self, *, weights: bool, same: bool) -> None:
-        super().__init__()
-        self.inner = nn.MultiheadAttention(8, 4, batch_first=True)
-        self.weights, self.same = weights, same
-
-    def forward(self, x: Tensor) -> Tensor:
-        other = x if self.same else x * 2
-        out: Tensor = self.inner(x, other, other, need_weights=self.weights)[0]
-        return out
-
-
-class Scale(nn.Module):
-    """A parameter that the forward reads itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.randn(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale
-
-
-class First(nn.Module):
-    """The first output of a module."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inner(x)[0]
-        return out
 
 
 class Bags(nn.Module):
@@ -221,7 +173,7 @@ CASES: dict[str, Case] = {
     ),
     "identity expert": Case(nn.Identity, IdentityExpert()),
     "latent": Case(linear, LatentProjection(rotary=3)),
-    "own parameters": Case(Scale, OwnParameters(dims={"scale": 0}), ROWS),
+    "own parameters": Case(lambda: Scale(8), OwnParameters(dims={"scale": 0}), ROWS),
     "norm": Case(
         lambda: nn.LayerNorm(8), SequenceParallel(use_local_output=True), Shard(1), (2, 4, 8)
     ),
@@ -231,7 +183,7 @@ CASES: dict[str, Case] = {
     ),
     **{
         f"hidden units of {kind.__name__}": Case(
-            lambda kind=kind: First(kind(8, 8, num_layers=2)),  # type: ignore[misc]  # a case
+            lambda kind=kind: FirstOutput(kind(8, 8, num_layers=2)),  # type: ignore[misc]  # a case
             ColwiseParallel(output_layouts=Replicate()),
             Replicate(),
             (3, 4, 8),
