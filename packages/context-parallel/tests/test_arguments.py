@@ -21,22 +21,31 @@ from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import fake_world
 
 WRONG = (None, 3, 1.5, "x", [1], {"a": 1}, torch.ones(2), nn.Linear, object())
+
+
+def enter_with_buffers(mesh: Any, buffers: Any) -> None:
+    enter(context_parallel(mesh, buffers=buffers, buffer_seq_dims=[0, 0]))
+
+
+def enter_with_dims(mesh: Any, dims: Any) -> None:
+    enter(context_parallel(mesh, buffers=[torch.ones(4)], buffer_seq_dims=dims))
+
+
+def enter_with_layout(mesh: Any, layout: Any) -> None:
+    buffers = [torch.ones(4)]
+    enter(context_parallel(mesh, buffers=buffers, buffer_seq_dims=[0], layout=layout))
+
+
 CALLS: Mapping[str, Callable[[Any, Any], object]] = {
-    "context_parallel, buffers": lambda mesh, x: entered(
-        context_parallel(mesh, buffers=x, buffer_seq_dims=[0, 0])
-    ),
-    "context_parallel, dims": lambda mesh, x: entered(
-        context_parallel(mesh, buffers=[torch.ones(4)], buffer_seq_dims=x)
-    ),
-    "context_parallel, layout": lambda mesh, x: entered(
-        context_parallel(mesh, buffers=[torch.ones(4)], buffer_seq_dims=[0], layout=x)
-    ),
+    "context_parallel, buffers": enter_with_buffers,
+    "context_parallel, dims": enter_with_dims,
+    "context_parallel, layout": enter_with_layout,
     "context_parallel_unshard": lambda mesh, x: context_parallel_unshard(mesh, x, [0]),
     "set_rotate_method": lambda mesh, x: set_rotate_method(x),
 }
 
 
-def entered(block: AbstractContextManager[object]) -> None:
+def enter(block: AbstractContextManager[object]) -> None:
     with block:
         pass
 

@@ -131,14 +131,18 @@ def with_a_lookup(x: Tensor, weight: Tensor) -> Any:
     return attention(x, weight) * torch.ones(3).nonzero().sum()
 
 
+def run_compiled(x: Tensor, weight: Tensor) -> Any:
+    return torch.compile(with_a_lookup, backend="aot_eager")(x, weight)
+
+
+def run_in_a_checkpoint_that_saves_all(x: Tensor, weight: Tensor) -> Any:
+    contexts = partial(create_selective_checkpoint_contexts, all_saved)
+    return checkpoint(with_a_lookup, x, weight, use_reentrant=False, context_fn=contexts)
+
+
 RUNS: dict[str, Callable[..., Any]] = {
-    "compiled": lambda *args: torch.compile(with_a_lookup, backend="aot_eager")(*args),
-    "selective": lambda *args: checkpoint(
-        with_a_lookup,
-        *args,
-        use_reentrant=False,
-        context_fn=partial(create_selective_checkpoint_contexts, all_saved),
-    ),
+    "compiled": run_compiled,
+    "selective": run_in_a_checkpoint_that_saves_all,
 }
 
 

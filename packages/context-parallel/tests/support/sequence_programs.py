@@ -147,6 +147,49 @@ def rotate_by_counted_positions(given: Inputs) -> Tensor:
     return given.x * angles.cos()
 
 
+def normalize_batches(given: Inputs) -> Tensor:
+    return functional.batch_norm(given.channels_first(), None, None, training=True)
+
+
+def normalize_layers_over_positions(given: Inputs) -> Tensor:
+    return functional.layer_norm(given.x.flatten(1), (given.x[0].numel(),))
+
+
+def loss_of_pooled_features(given: Inputs) -> Tensor:
+    return functional.cross_entropy(given.x.mean(1) @ given.head.T, torch.tensor([1, 2]))
+
+
+def pool_adaptively(given: Inputs) -> Tensor:
+    return functional.adaptive_avg_pool1d(given.channels_first(), 1).sigmoid()
+
+
+def convolve_positions(given: Inputs) -> Tensor:
+    return functional.conv1d(
+        given.channels_first(),
+        given.head[None, :8, :3].transpose(0, 1).expand(-1, 8, -1),
+        padding=1,
+    )
+
+
+def convolve_two_dims(given: Inputs) -> Tensor:
+    return functional.conv2d(
+        given.in_heads(), torch.ones(2, 2, 3, 3, dtype=torch.float64), padding=1
+    )
+
+
+def interpolate_positions(given: Inputs) -> Tensor:
+    return functional.interpolate(given.channels_first(), scale_factor=2, mode="linear")
+
+
+def gather_positions(given: Inputs) -> Tensor:
+    return given.x.gather(1, (given.labels % given.x.shape[1])[..., None].expand_as(given.x))
+
+
+def run_recurrently_length_first(given: Inputs) -> Tensor:
+    out: Tensor = nn.LSTM(WIDTH, 4).double()(given.x.transpose(0, 1))[0]
+    return out
+
+
 MIXING: dict[str, Program] = {
     "attention by hand": attend_by_hand,
     "attention by einsum": attend_by_einsum,
@@ -173,26 +216,18 @@ MIXING: dict[str, Program] = {
     "scaled by the mean": lambda given: given.x / given.x.mean(),
     "normalized over positions": lambda given: functional.normalize(given.x, dim=1),
     "standard deviation": lambda given: given.x.std(1),
-    "batch norm": lambda given: functional.batch_norm(
-        given.channels_first(), None, None, training=True
-    ),
+    "batch norm": normalize_batches,
     "instance norm": lambda given: functional.instance_norm(given.channels_first()),
     "group norm": lambda given: functional.group_norm(given.channels_first(), 2),
-    "layer norm over positions": lambda given: functional.layer_norm(
-        given.x.flatten(1), (given.x[0].numel(),)
-    ),
+    "layer norm over positions": normalize_layers_over_positions,
     "pooled mean": lambda given: (given.x.mean(1) @ given.square).relu(),
     "pooled sum": lambda given: given.x.sum(1).tanh(),
     "pooled maximum": lambda given: given.x.amax(1) @ given.square,
-    "pooled loss": lambda given: functional.cross_entropy(
-        given.x.mean(1) @ given.head.T, torch.tensor([1, 2])
-    ),
+    "pooled loss": loss_of_pooled_features,
     "sigmoid of a sum": lambda given: functional.logsigmoid((given.x @ given.square).sum()),
     "penalty of a norm": lambda given: 0.1 * (given.x @ given.square).norm(),
     "square of a loss": lambda given: ((given.x @ given.square) ** 2).mean() ** 2,
-    "adaptive pooling": lambda given: functional.adaptive_avg_pool1d(
-        given.channels_first(), 1
-    ).sigmoid(),
+    "adaptive pooling": pool_adaptively,
     "last token": lambda given: given.x[:, -1],
     "first token": lambda given: given.x.select(1, 0),
     "last token of each row": lambda given: given.x[torch.arange(BATCH), -1],
@@ -204,32 +239,20 @@ MIXING: dict[str, Program] = {
     "step by step": run_step_by_step,
     "step by index": run_step_by_index,
     "written position": write_the_first_position,
-    "convolution": lambda given: functional.conv1d(
-        given.channels_first(),
-        given.head[None, :8, :3].transpose(0, 1).expand(-1, 8, -1),
-        padding=1,
-    ),
-    "convolution of two dims": lambda given: functional.conv2d(
-        given.in_heads(), torch.ones(2, 2, 3, 3, dtype=torch.float64), padding=1
-    ),
+    "convolution": convolve_positions,
+    "convolution of two dims": convolve_two_dims,
     "average pooling": lambda given: functional.avg_pool1d(given.channels_first(), 2, stride=1),
     "maximum pooling": lambda given: functional.max_pool1d(given.channels_first(), 2, stride=1),
     "windows": lambda given: given.x.unfold(1, 2, 1),
     "padding": lambda given: functional.pad(given.x, (0, 0, 1, 0)),
-    "interpolation": lambda given: functional.interpolate(
-        given.channels_first(), scale_factor=2, mode="linear"
-    ),
+    "interpolation": interpolate_positions,
     "class token": lambda given: torch.cat([given.head[:2, None], given.x], 1),
     "two sequences": lambda given: torch.cat([given.x, given.x], 1),
     "repeated sequence": lambda given: given.x.repeat(1, 2, 1),
     "Fourier transform": lambda given: torch.fft.fft(given.x, dim=1).real,
-    "gathered positions": lambda given: given.x.gather(
-        1, (given.labels % given.x.shape[1])[..., None].expand_as(given.x)
-    ),
+    "gathered positions": gather_positions,
     "recurrent layer": lambda given: nn.GRU(WIDTH, 4, batch_first=True).double()(given.x)[0],
-    "recurrent layer, length first": lambda given: nn.LSTM(WIDTH, 4).double()(
-        given.x.transpose(0, 1)
-    )[0],
+    "recurrent layer, length first": run_recurrently_length_first,
     "counted positions": embed_counted_positions,
     "counted positions from 0": embed_counted_positions_from_zero,
     "counted angles": rotate_by_counted_positions,
@@ -354,6 +377,81 @@ def masked_by_a_plain_tensor(given: Inputs) -> Tensor:
     return (given.x @ given.square).masked_fill(~kept, 0.0).exp().sum()
 
 
+def add_rows_of_a_table(given: Inputs) -> Tensor:
+    return (given.x + functional.embedding(given.positions, given.table)).tanh().square().sum()
+
+
+def normalize_features(given: Inputs) -> Tensor:
+    return functional.rms_norm(given.x @ given.square, (WIDTH,)).exp().sum()
+
+
+def order_features(given: Inputs) -> Tensor:
+    return ((given.x @ given.square).flip(-1).roll(1, -1).cumsum(-1).sort(-1)[0] * given.x).sum()
+
+
+def convolve_one_position(given: Inputs) -> Tensor:
+    return functional.conv1d(given.channels_first(), given.square[..., None]).square().sum()
+
+
+def convolve_features(given: Inputs) -> Tensor:
+    return (
+        functional.conv1d((given.x @ given.square).reshape(-1, 1, WIDTH), given.head[:2, None, :3])
+        .square()
+        .sum()
+    )
+
+
+def normalize_batches_of_evaluation(given: Inputs) -> Tensor:
+    return (
+        functional.batch_norm(
+            given.channels_first(),
+            torch.ones(WIDTH, dtype=torch.float64),
+            torch.full((WIDTH,), 2.0, dtype=torch.float64),
+        )
+        .square()
+        .sum()
+    )
+
+
+def multiply_features_by_einsum(given: Inputs) -> Tensor:
+    return torch.einsum("btd,de,bte->bt", given.x, given.square, given.x).tanh().sum()
+
+
+def mean_of_squares(given: Inputs) -> Tensor:
+    mean = ((given.x @ given.square) ** 2).mean()
+    reported_norm = (given.x @ given.square).norm().detach()
+    total: Tensor = mean * given.x.numel() + reported_norm * 0
+    return total
+
+
+def penalize_weights(given: Inputs) -> Tensor:
+    loss = (given.x @ given.square).square().sum() / 2
+    penalty = (given.x @ given.square).square().sum().nan_to_num()
+    return loss - penalty
+
+
+def repeat_heads(given: Inputs) -> Tensor:
+    return (given.in_heads().repeat_interleave(2, 1) * given.in_heads().repeat(1, 2, 1, 1)).sum()
+
+
+def convolve_pairs(given: Inputs) -> Tensor:
+    return (
+        functional.conv1d(given.channels_first(), given.head[None, :8, :2], stride=2).square().sum()
+    )
+
+
+def flatten_and_back(given: Inputs) -> Tensor:
+    return (given.x.reshape(-1, WIDTH) @ given.square).view(BATCH, -1, WIDTH).tanh().square().sum()
+
+
+def write_features(given: Inputs) -> Tensor:
+    x = given.x @ given.square
+    x[..., 0] = 0.0
+    x[:, :, 1:3] *= 2
+    x += given.x
+    return x.exp().sum()
+
+
 RIGHT: dict[str, Program] = {
     "attention of the block": attend,
     "flat tokens": loss_of_flat_tokens,
@@ -367,65 +465,23 @@ RIGHT: dict[str, Program] = {
     "pairs of positions": pairs_of_positions,
     "sum of each row": sum_of_each_row,
     "masked by a plain tensor": masked_by_a_plain_tensor,
-    "rows of a table by positions": lambda given: (
-        (given.x + functional.embedding(given.positions, given.table)).tanh().square().sum()
-    ),
-    "norm of features": lambda given: (
-        functional.rms_norm(given.x @ given.square, (WIDTH,)).exp().sum()
-    ),
+    "rows of a table by positions": add_rows_of_a_table,
+    "norm of features": normalize_features,
     "softmax of features": lambda given: ((given.x @ given.square).softmax(-1) * given.x).sum(),
-    "order of features": lambda given: (
-        (given.x @ given.square).flip(-1).roll(1, -1).cumsum(-1).sort(-1)[0] * given.x
-    ).sum(),
-    "convolution of one position": lambda given: (
-        functional.conv1d(given.channels_first(), given.square[..., None]).square().sum()
-    ),
-    "convolution of features": lambda given: (
-        functional.conv1d((given.x @ given.square).reshape(-1, 1, WIDTH), given.head[:2, None, :3])
-        .square()
-        .sum()
-    ),
-    "batch norm of evaluation": lambda given: (
-        functional.batch_norm(
-            given.channels_first(),
-            torch.ones(WIDTH, dtype=torch.float64),
-            torch.full((WIDTH,), 2.0, dtype=torch.float64),
-        )
-        .square()
-        .sum()
-    ),
-    "einsum of features": lambda given: (
-        torch.einsum("btd,de,bte->bt", given.x, given.square, given.x).tanh().sum()
-    ),
-    "mean of squares": lambda given: (
-        ((given.x @ given.square) ** 2).mean() * given.x.numel()
-        + (given.x @ given.square).norm().detach() * 0
-    ),
+    "order of features": order_features,
+    "convolution of one position": convolve_one_position,
+    "convolution of features": convolve_features,
+    "batch norm of evaluation": normalize_batches_of_evaluation,
+    "einsum of features": multiply_features_by_einsum,
+    "mean of squares": mean_of_squares,
     "report of a loss": report_a_loss,
-    "loss with a penalty of weights": lambda given: (
-        (given.x @ given.square).square().sum() / 2
-        - (given.x @ given.square).square().sum().nan_to_num()
-    ),
+    "loss with a penalty of weights": penalize_weights,
     "stacked and split": stacked_and_split,
-    "written features": lambda given: _with_written_features(given).exp().sum(),
-    "repeated heads": lambda given: (
-        given.in_heads().repeat_interleave(2, 1) * given.in_heads().repeat(1, 2, 1, 1)
-    ).sum(),
+    "written features": write_features,
+    "repeated heads": repeat_heads,
     "some positions at a time": loss_of_some_positions_at_a_time,
     "positions by slices": loss_by_slices,
     "pooled pairs": lambda given: functional.avg_pool1d(given.channels_first(), 2).square().sum(),
-    "convolution of pairs": lambda given: (
-        functional.conv1d(given.channels_first(), given.head[None, :8, :2], stride=2).square().sum()
-    ),
-    "flat and back": lambda given: (
-        (given.x.reshape(-1, WIDTH) @ given.square).view(BATCH, -1, WIDTH).tanh().square().sum()
-    ),
+    "convolution of pairs": convolve_pairs,
+    "flat and back": flatten_and_back,
 }
-
-
-def _with_written_features(given: Inputs) -> Tensor:
-    x = given.x @ given.square
-    x[..., 0] = 0.0
-    x[:, :, 1:3] *= 2
-    x += given.x
-    return x
