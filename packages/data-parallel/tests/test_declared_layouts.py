@@ -26,7 +26,7 @@ FLAT = DataParallelMeshDims(shard="data")
 HYBRID = DataParallelMeshDims(shard="data", replicate="copies")
 
 
-class Block(nn.Module):
+class MegatronBlock(nn.Module):
     """A Megatron block of plain tensors; with an axis, `up` and `down` are shards over it.
 
     Every rank scales its own hidden features, so gradients of `scale` are addends of a sum (R).
@@ -69,7 +69,7 @@ class Block(nn.Module):
         return shifted
 
 
-def assert_types(block: Block, mesh: DeviceMesh, **data: Any) -> None:
+def assert_types(block: MegatronBlock, mesh: DeviceMesh, **data: Any) -> None:
     types: dict[str, Any] = {"up": S(0), "down": S(1), "scale": R, "shift": I}
     with spmd.set_current_mesh(mesh):
         for name, kind in types.items():
@@ -92,7 +92,7 @@ def test_gradients_are_those_of_one_device(
     shape: tuple[int, ...], names: tuple[str, ...], dims: Any, names_data: bool
 ) -> None:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    plain, model = Block(), Block((mesh, "tensor"))
+    plain, model = MegatronBlock(), MegatronBlock((mesh, "tensor"))
     assert_types(model, mesh, **({"data": R} if names_data else {}))
     fully_shard(model, mesh, dp_mesh_dims=dims)
     up = model.up
@@ -124,7 +124,7 @@ def test_gradients_are_those_of_one_device(
 @on_ranks(4)
 def test_modules_hold_their_own_shards_again_when_styles_come_later() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    model = Block((mesh, "tensor"))
+    model = MegatronBlock((mesh, "tensor"))
     assert_types(model, mesh)
     before = model.up.detach().clone()
     fully_shard(model, mesh, dp_mesh_dims=FLAT)
@@ -146,7 +146,7 @@ def mesh() -> Iterator[DeviceMesh]:
 @pytest.mark.parametrize("is_new", [False, True])
 def test_gathered_parameters_have_their_types(is_new: bool, mesh: DeviceMesh) -> None:
     """One axis of the current mesh may join the ranks of several data axes."""
-    model = Block((mesh, "tensor"))
+    model = MegatronBlock((mesh, "tensor"))
     folded = DeviceMesh.concatenate([mesh["copies", "data"].flatten("all_data"), mesh["tensor"]])
     assert_types(model, folded, all_data=R)
     fully_shard(model, mesh, dp_mesh_dims=HYBRID)

@@ -25,7 +25,7 @@ def mesh() -> Iterator[DeviceMesh]:
         yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
 
 
-class Net(nn.Module):
+class KeepsTypesOfParameters(nn.Module):
     """A Linear with a frozen bias, which keeps the weight that it has read."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ def with_optimizer_shards(model: nn.Module, data: DeviceMesh) -> Any:
 def test_modules_see_replicated_parameters(
     wrap: Callable[[nn.Module, DeviceMesh], Any], grad: bool, mesh: DeviceMesh
 ) -> None:
-    model = wrap(Net(), mesh["data"])
+    model = wrap(KeepsTypesOfParameters(), mesh["data"])
     with spmd.set_current_mesh(mesh, local_axes=["data"]), spmd.typecheck(local=False):
         for parameter in model.parameters():
             assert isinstance(parameter, DTensor)
@@ -72,6 +72,6 @@ def test_modules_see_replicated_parameters(
 
 
 def test_without_a_checker_parameters_have_no_type(mesh: DeviceMesh) -> None:
-    model = sharded(Net(), mesh["data"])
+    model = sharded(KeepsTypesOfParameters(), mesh["data"])
     model(torch.randn(2, 4))
     assert model.types == [None, None]

@@ -36,7 +36,7 @@ class Shifted(nn.Module):
         return weight + self.change()
 
 
-class Parametrized(nn.Module):
+class ParametrizedInForward(nn.Module):
     """LoRA on a parameter: a parametrization for one forward, as peft's `target_parameters`."""
 
     def __init__(self, *, frozen: bool = True) -> None:
@@ -98,8 +98,8 @@ class DropsRows(nn.Module):
 
 
 MODULES: dict[str, Callable[[], nn.Module]] = {
-    "parametrized": Parametrized,
-    "parametrized and trained": lambda: Parametrized(frozen=False),
+    "parametrized": ParametrizedInForward,
+    "parametrized and trained": lambda: ParametrizedInForward(frozen=False),
     "switched off": lambda: Switched(again=False),
     "switched off and on": lambda: Switched(again=True),
     "frozen for good": FreezesForGood,

@@ -748,7 +748,7 @@ def test_an_inner_replica_reduces_unless_the_outer_one_speaks_for_it() -> None:
 # --- calls ----------------------------------------------------------------------------------------
 
 
-class Net(nn.Module):
+class UpThenDown(nn.Module):
     """Two layers; DTensors in, DTensors out."""
 
     def __init__(self) -> None:
@@ -773,7 +773,7 @@ def test_data_axes_of_a_whole_mesh(loss: str, dims: str) -> None:
     }
     shape, names, asked = shapes[dims]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    plain, model = two_equal_models(Net)
+    plain, model = two_equal_models(UpThenDown)
     over_data: list[Placement] = [Shard(0) if name != "tensor" else Replicate() for name in names]
     for layer, dim in ((model.up, 0), (model.down, 1)):
         for name, param in [*layer.named_parameters()]:

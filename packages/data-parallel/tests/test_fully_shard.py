@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from data_parallel_checks import units_keep_gradients, units_load_their_state, units_outlive_a_fault
 from data_parallel_model import (
     Block,
+    Branching,
     Model,
     backward_of_each,
     batch,
@@ -121,19 +122,6 @@ def test_a_parameter_that_two_modules_share_stays_one() -> None:
     same_gradients(plain, model)
 
 
-class Branching(nn.Module):
-    """One block twice in each of two branches, one that odd ranks skip, and one that all do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(6) for _ in range(3))
-
-    def forward(self, x: Tensor, odd: bool) -> Any:
-        blocks: Any = self.blocks
-        twice = blocks[0](blocks[0](x)) + blocks[0](x * 2)
-        return twice if odd else twice + blocks[1].up(x).sum()
-
-
 @on_ranks(4)
 def test_units_used_twice_in_part_or_not_at_all() -> None:
     mesh = mesh_of(4, 1)
@@ -157,7 +145,7 @@ def test_gradients_are_kept_until_a_pass_that_reduces_them() -> None:
     units_keep_gradients(*single_and_sharded(mesh), mesh)
 
 
-class Sum(nn.Module):
+class TwoAddends(nn.Module):
     """Two parameters that get one and the same gradient tensor."""
 
     def __init__(self) -> None:
@@ -170,7 +158,7 @@ class Sum(nn.Module):
 
 @on_ranks(4)
 def test_kept_gradients_of_two_parameters_are_two_tensors() -> None:
-    plain, model = Sum(), fully_shard(Sum(), mesh_of(4, 1)["data"])
+    plain, model = TwoAddends(), fully_shard(TwoAddends(), mesh_of(4, 1)["data"])
     for step in range(3):
         model.set_requires_gradient_sync(step == 2)
         for one in (plain, model):

@@ -50,7 +50,7 @@ def test_adapters_of_a_frozen_model_train_as_on_one_device(shard: Any) -> None:
 # --- experts --------------------------------------------------------------------------------------
 
 
-class Experts(nn.Module):
+class GatheringExperts(nn.Module):
     """Experts whose weights are one parameter.
 
     The experts that a rank along an axis holds see all rows of the axis.
@@ -77,7 +77,7 @@ def _mixed(x: Tensor, gates: Tensor, weight: Tensor) -> Tensor:
     return torch.einsum("re,eij,rj->ri", gates, weight, x)
 
 
-class Mixture(nn.Module):
+class RoutedBetweenDense(nn.Module):
     """A router and its experts, between dense layers."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class Mixture(nn.Module):
         self.up, self.router, self.experts, self.down = (
             nn.Linear(6, 6),
             nn.Linear(6, 4),
-            Experts(4),
+            GatheringExperts(4),
             nn.Linear(6, 5),
         )
 
@@ -100,7 +100,7 @@ class Mixture(nn.Module):
 def test_experts_on_an_axis_that_is_data_to_the_dense_layers(dense: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
     torch.manual_seed(0)
-    plain = Mixture().double()
+    plain = RoutedBetweenDense().double()
     model: Any = copy.deepcopy(plain)
     experts = model.experts
     experts.axis = mesh["expert"], 0

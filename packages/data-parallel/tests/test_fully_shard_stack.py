@@ -12,11 +12,12 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from data_parallel_checks import units_load_on_other_degrees, units_start_as_one_device
 from data_parallel_model import (
     Model,
+    OptionalFirst,
     batch,
     full,
     loss_of,
@@ -24,6 +25,7 @@ from data_parallel_model import (
     own,
     same_gradients,
     shard_blocks_and_root,
+    two_equal_models,
 )
 from shoal_data_parallel import StyleError, fully_shard, replicate
 from shoal_data_parallel.units.unit import Unit, UnitState, unit_of
@@ -80,19 +82,6 @@ def test_checkpoints_are_loaded_on_other_degrees() -> None:
     units_load_on_other_degrees(shard_blocks_and_root(build(), mesh["data"]), mesh, others)
 
 
-class TwoLinears(nn.Module):
-    """Two layers, of which a batch may leave out the first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
-
-    def forward(self, x: Tensor, both: bool) -> Tensor:
-        out: Tensor = self.second(self.first(x) if both else x)
-        return out
-
-
 @pytest.mark.parametrize("replicates", [False, True])
 @pytest.mark.parametrize(
     "placed",
@@ -108,7 +97,7 @@ def test_gradients_that_inputs_leave_partial_or_sharded(
     They are kept ones, and those that only one data-parallel rank has.
     """
     mesh = mesh_of(2, 2)
-    plain, model = TwoLinears(), TwoLinears()
+    plain, model = two_equal_models(lambda: OptionalFirst(4))
     for layer in (model.first, model.second):
         for name, param in [*layer.named_parameters()]:
             value = distribute_tensor(param.detach(), mesh["tensor"], [Replicate()])

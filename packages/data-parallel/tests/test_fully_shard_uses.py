@@ -262,7 +262,7 @@ def test_an_average_of_the_weights() -> None:
         torch.testing.assert_close(averages[1](batch(0)[0]), averages[0](batch(0)[0]))
 
 
-class Encoder(nn.Module):
+class WithSecondForward(nn.Module):
     """A module with a second forward."""
 
     def __init__(self) -> None:
@@ -280,7 +280,7 @@ class Encoder(nn.Module):
 def test_methods_that_count_as_forward() -> None:
     mesh = mesh_of(4, 1)
     torch.manual_seed(0)
-    plain = Encoder().double()
+    plain = WithSecondForward().double()
     model: Any = fully_shard(copy.deepcopy(plain), mesh["data"], reshard_after_forward=True)
     register_fsdp_forward_method(model, "encode")
     x = torch.randn(8, 6, dtype=torch.float64)
@@ -560,7 +560,7 @@ def test_containers_and_uneven_resharding_are_refused() -> None:
 # --- experts, recomputation -----------------------------------------------------------------------
 
 
-class Experts(nn.Module):
+class ExpertOfEachRank(nn.Module):
     """Two experts whose weights are one parameter, one on each rank of an axis of their own."""
 
     def __init__(self) -> None:
@@ -580,7 +580,7 @@ class Experts(nn.Module):
 def test_experts_on_axes_of_their_own() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(6, 6), Experts()).double()
+    plain = nn.Sequential(nn.Linear(6, 6), ExpertOfEachRank()).double()
     model: Any = copy.deepcopy(plain)
     model[1].weight = nn.Parameter(
         distribute_tensor(model[1].weight.detach(), mesh["expert"], [Shard(0)])
@@ -803,7 +803,7 @@ def test_parameters_beside_dtensors_get_the_whole_gradient(kind: str) -> None:
         torch.testing.assert_close(full_tensor(got), other.grad)
 
 
-class Doubled(nn.Module):
+class WrapsOwnForward(nn.Module):
     """A module whose instances have a forward of their own, around that of the class."""
 
     def __init__(self) -> None:
@@ -820,7 +820,7 @@ class Doubled(nn.Module):
 @pytest.mark.parametrize("trains", [False, True])
 @on_ranks(2)
 def test_forwards_that_instances_have_are_called(trains: bool) -> None:
-    plain, model = two_equal_models(lambda: Doubled().double())
+    plain, model = two_equal_models(lambda: WrapsOwnForward().double())
     fully_shard(model, mesh_of(2, 1)["data"])
     for one in (plain, model):
         one.train(trains)
@@ -833,7 +833,7 @@ def test_forwards_that_instances_have_are_called(trains: bool) -> None:
 
 @on_ranks(2)
 def test_copies_and_pickles_keep_the_forwards_of_instances() -> None:
-    model = Doubled().double().eval()
+    model = WrapsOwnForward().double().eval()
     model.forward = partial(_tripled, model)  # type: ignore[method-assign]  # as programs do
     fully_shard(model, mesh_of(2, 1)["data"])
     rows = torch.ones(2, 4, dtype=torch.float64)

@@ -17,7 +17,7 @@ from shoal_mesh import CommDebugMode, init_device_mesh
 from shoal_mesh.testing import counts, on_ranks
 
 
-class Experts(nn.Module):
+class StackedExperts(nn.Module):
     """Three dense layers, and five experts in one parameter."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ def test_owned_matrices_train_as_in_one_process_and_muon_sends_nothing(
     shape: tuple[int, ...],
 ) -> None:
     mesh = init_device_mesh("cpu", shape)
-    plain, model = Experts(), Experts()
+    plain, model = StackedExperts(), StackedExperts()
     place = owned_shards(model.parameters(), shape[-1])
     fully_shard(model, mesh, shard_placement_fn=place)
     sharded = muon(model)

@@ -109,7 +109,7 @@ def test_one_unit_of_all_blocks() -> None:
     assert all(param.grad is not None for param in model.parameters())
 
 
-class Pair(nn.Module):
+class DenseAndExpert(nn.Module):
     """A Linear that all ranks have, and an expert that only a pair of ranks has."""
 
     def __init__(self, expert: int) -> None:
@@ -128,7 +128,7 @@ class Pair(nn.Module):
 def test_experts_are_averaged_over_their_own_ranks() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "shards"))
     mine = mesh.get_local_rank("expert")
-    plain = [Pair(number).double() for number in range(2)]
+    plain = [DenseAndExpert(number).double() for number in range(2)]
     model = copy.deepcopy(plain[mine])
     experts = {*model.expert.parameters()}
     info = FSDPMeshInfo(mesh["shards"], shard_mesh_dim=0)

@@ -423,7 +423,7 @@ def test_what_has_no_stages_is_refused() -> None:
             prepare_pipeline(schedule)
 
 
-class Half(nn.Module):
+class StageInLayout(nn.Module):
     """A Linear that may return DTensors in a layout."""
 
     def __init__(self, layout: Placement | None = None) -> None:
@@ -450,7 +450,7 @@ def test_dtensors_cross_the_border_of_stages(layout: Placement, chooses_mesh: bo
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "tensor"))
     index = mesh.get_local_rank("stage")
     torch.manual_seed(0)
-    plain = nn.Sequential(Half(), Half()).double()
+    plain = nn.Sequential(StageInLayout(), StageInLayout()).double()
     model: Any = copy.deepcopy(plain[index])
     if index == 0:
         model.layout = layout

@@ -30,7 +30,9 @@ from data_parallel_checks import (
 )
 from data_parallel_model import (
     Block,
+    Branching,
     Model,
+    OptionalFirst,
     backward_of_each,
     batch,
     loss_of,
@@ -143,21 +145,6 @@ def test_gradients_that_arrive_in_several_turns(bucket_bytes: int, shard_optimiz
     plain(x).square().mean().backward()
     model(*own(mesh, x)).square().mean().backward()
     same_gradients(plain, model)
-
-
-class Branching(nn.Module):
-    """A block that odd ranks leave out, one that all do, and one that is used elsewhere.
-
-    The last one is used outside of the module's forward.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(6) for _ in range(4))
-
-    def forward(self, x: Tensor, odd: bool) -> Any:
-        out = self.blocks[0](self.blocks[0](x))
-        return out if odd else out + self.blocks[1].up(x).sum()  # type: ignore[operator]  # a Block
 
 
 @on_ranks(4)
@@ -312,24 +299,12 @@ def test_a_module_inside_reduces_its_own_parameters() -> None:
     same_gradients(plain, model)
 
 
-class Tower(nn.Module):
-    """Two layers, of which a batch may use one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x: Tensor, deep: bool) -> Tensor:
-        out: Tensor = self.second(self.first(x) if deep else x)
-        return out
-
-
 class Towers(nn.Module):
     """The sum of two towers of the same shapes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.towers = nn.ModuleList(Tower() for _ in range(2))
+        self.towers = nn.ModuleList(OptionalFirst(6) for _ in range(2))
 
     def forward(self, x: Tensor, deep: Sequence[bool]) -> Tensor:
         one, other = (tower(x, each) for tower, each in zip(self.towers, deep, strict=True))

@@ -20,8 +20,10 @@ __all__ = [
     "VOCABULARY",
     "Adapted",
     "Block",
+    "Branching",
     "Fault",
     "Model",
+    "OptionalFirst",
     "adapted",
     "backward_of_each",
     "batch",
@@ -97,6 +99,32 @@ def two_equal_models(make: Callable[[], nn.Module] = Model) -> list[Any]:
         torch.manual_seed(0)
         made.append(make().double())
     return made
+
+
+class Branching(nn.Module):
+    """One block twice in each of two branches, one that odd ranks skip, and two that all do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(6) for _ in range(4))
+
+    def forward(self, x: Tensor, odd: bool) -> Any:
+        blocks: Any = self.blocks
+        twice = blocks[0](blocks[0](x)) + blocks[0](x * 2)
+        return twice if odd else twice + blocks[1].up(x).sum()
+
+
+class OptionalFirst(nn.Module):
+    """Two layers, of which a batch may leave out the first."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.second = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        out: Tensor = self.second(self.first(x) if both else x)
+        return out
 
 
 class Adapted(nn.Module):
