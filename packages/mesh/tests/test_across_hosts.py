@@ -59,12 +59,14 @@ def on_hosts(hosts: tuple[int, ...], timeout: float | None = None) -> Comm:
     return comm
 
 
+def average_transposed(x: Tensor, comm: Comm) -> Tensor:
+    return all_reduce(x.t(), comm, "avg" if x.is_floating_point() else "sum")
+
+
 COLLECTIVES: dict[str, Callable[[Tensor, Comm], Tensor]] = {
     "all_reduce": lambda x, comm: all_reduce(x, comm),
     "all_reduce max": lambda x, comm: all_reduce(x, comm, "max"),
-    "all_reduce avg": lambda x, comm: all_reduce(
-        x.t(), comm, "avg" if x.is_floating_point() else "sum"
-    ),
+    "all_reduce avg": average_transposed,
     "all_gather": lambda x, comm: all_gather(x, comm, 1),
     "reduce_scatter": lambda x, comm: reduce_scatter(x, comm),
     "reduce_scatter product": lambda x, comm: reduce_scatter(x, comm, 0, "product"),

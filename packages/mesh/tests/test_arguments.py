@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,64 +15,85 @@ from shoal_mesh.errors import AxisError, BackendError
 from shoal_mesh.groups.process_groups import BackendChoice
 from shoal_mesh.testing import fake_world
 
+BOTH_FORMS_OF_ONE_AXIS = dict[Any, str]([("a", "fake"), (0, "fake")])
 
-@pytest.mark.parametrize(
-    ("call", "error", "text"),
-    [
-        (lambda: init_device_mesh("cuda:0", (2,)), MeshError, "has an index"),
-        (lambda: init_device_mesh("horse", (2,)), MeshError, "not a device type"),
-        (lambda: init_device_mesh("cpu", (2, 0)), MeshError, "one positive size"),
-        (lambda: init_device_mesh("cpu", (8,)), MeshError, "needs 8 ranks; the world has 4"),
-        (
-            lambda: init_device_mesh("cpu", (4,), mesh_dim_names=("a", "b")),
-            AxisError,
-            "needs 1 names",
+
+# id -> the function and its arguments, the error and its text; the world has four ranks
+REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "device index": (partial(init_device_mesh, "cuda:0", (2,)), MeshError, "has an index"),
+    "no device": (partial(init_device_mesh, "horse", (2,)), MeshError, "not a device type"),
+    "size 0": (partial(init_device_mesh, "cpu", (2, 0)), MeshError, "one positive size"),
+    "too many ranks": (
+        partial(init_device_mesh, "cpu", (8,)),
+        MeshError,
+        "needs 8 ranks; the world has 4",
+    ),
+    "too many names": (
+        partial(init_device_mesh, "cpu", (4,), mesh_dim_names=("a", "b")),
+        AxisError,
+        "needs 1 names",
+    ),
+    "one name twice": (
+        partial(init_device_mesh, "cpu", (2, 2), mesh_dim_names=("a", "a")),
+        AxisError,
+        "distinct",
+    ),
+    "backend of an unknown name": (
+        partial(init_device_mesh, "cpu", (4,), backend_override={"x": "gloo"}),
+        AxisError,
+        "names axis 'x'",
+    ),
+    "backend of an unknown number": (
+        partial(init_device_mesh, "cpu", (4,), backend_override={2: "gloo"}),
+        AxisError,
+        "names axis 2",
+    ),
+    "two backends of one axis": (
+        partial(
+            init_device_mesh,
+            "cpu",
+            (4,),
+            mesh_dim_names=("a",),
+            backend_override=BOTH_FORMS_OF_ONE_AXIS,
         ),
-        (lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "a")), AxisError, "distinct"),
-        (
-            lambda: init_device_mesh("cpu", (4,), backend_override={"x": "gloo"}),
-            AxisError,
-            "names axis 'x'",
-        ),
-        (
-            lambda: init_device_mesh("cpu", (4,), backend_override={2: "gloo"}),
-            AxisError,
-            "names axis 2",
-        ),
-        (
-            lambda: init_device_mesh(
-                "cpu",
-                (4,),
-                mesh_dim_names=("a",),
-                backend_override=dict[Any, str]([("a", "fake"), (0, "fake")]),
-            ),
-            AxisError,
-            "twice",
-        ),
-        (
-            lambda: init_device_mesh("cpu", (4,), backend_override={0: ()}),
-            BackendError,
-            "both as a pair, got tuple",
-        ),
-        (
-            lambda: init_device_mesh("cpu", (2, 2), backend_override={0: "pigeon"}),
-            BackendError,
-            "pigeon",
-        ),
-        (lambda: DeviceMesh("cpu", [0, 0]), MeshError, r"\[0\] are repeated in the mesh"),
-        (lambda: DeviceMesh("cpu", [0, 7]), MeshError, r"ranks \[7\] are not in the world of 4"),
-        (lambda: DeviceMesh("cpu", [-1, 0]), MeshError, r"ranks \[-1\]"),
-        (lambda: DeviceMesh("cpu", [0.5]), MeshError, "integers"),
-        (lambda: DeviceMesh("cpu", []), MeshError, "at least one|integers"),
-        (
-            lambda: DeviceMesh("cpu", torch.empty(0, dtype=torch.int)),
-            MeshError,
-            "at least one rank",
-        ),
-        (lambda: abstract_mesh((2,), rank=-1), MeshError, "rank -1"),
-    ],
-)
-def test_bad_arguments_are_typed_errors(call: Any, error: type[Exception], text: str) -> None:
+        AxisError,
+        "twice",
+    ),
+    "empty backend": (
+        partial(init_device_mesh, "cpu", (4,), backend_override={0: ()}),
+        BackendError,
+        "both as a pair, got tuple",
+    ),
+    "unknown backend": (
+        partial(init_device_mesh, "cpu", (2, 2), backend_override={0: "pigeon"}),
+        BackendError,
+        "pigeon",
+    ),
+    "one rank twice": (
+        partial(DeviceMesh, "cpu", [0, 0]),
+        MeshError,
+        r"\[0\] are repeated in the mesh",
+    ),
+    "rank beyond the world": (
+        partial(DeviceMesh, "cpu", [0, 7]),
+        MeshError,
+        r"ranks \[7\] are not in the world of 4",
+    ),
+    "negative rank": (partial(DeviceMesh, "cpu", [-1, 0]), MeshError, r"ranks \[-1\]"),
+    "half a rank": (partial(DeviceMesh, "cpu", [0.5]), MeshError, "integers"),
+    "empty list": (partial(DeviceMesh, "cpu", []), MeshError, "at least one|integers"),
+    "empty tensor": (
+        partial(DeviceMesh, "cpu", torch.empty(0, dtype=torch.int)),
+        MeshError,
+        "at least one rank",
+    ),
+    "negative own rank": (partial(abstract_mesh, (2,), rank=-1), MeshError, "rank -1"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_arguments_are_typed_errors(name: str) -> None:
+    call, error, text = REFUSED[name]
     with fake_world(4), pytest.raises(error, match=text):
         call()
 

@@ -21,6 +21,7 @@ from shoal_mesh import (
     all_gather,
     all_reduce,
     all_to_all,
+    all_to_all_blocks,
     broadcast,
     differentiable,
     differentiable as d,
@@ -29,49 +30,51 @@ from shoal_mesh import (
     permute,
     reduce_scatter,
 )
-from shoal_mesh.collectives.blocks import all_to_all_blocks
 from shoal_mesh.internal import start_packed
 from shoal_mesh.testing import fake_world, on_ranks
 
 SIZES = (3, 0, 2, 1)
 COUNTS = [[(i + 2 * j) % 3 for j in range(4)] for i in range(4)]
 
-# name -> (input shape on the rank with an index, map)
-MAPS: dict[str, tuple[Callable[[int], tuple[int, ...]], Callable[[Tensor, Comm], Tensor]]] = {
-    "all_reduce": (lambda i: (3, 2), lambda x, c: d.all_reduce(x, c)),
-    "all_reduce avg": (lambda i: (3, 2), lambda x, c: d.all_reduce(x, c, "avg")),
-    "all_gather": (lambda i: (2, 3), lambda x, c: d.all_gather(x, c, 1)),
-    "all_gather_v": (lambda i: (2, SIZES[i]), lambda x, c: d.all_gather_v(x, c, SIZES, 1)),
-    "reduce_scatter": (lambda i: (2, 4), lambda x, c: d.reduce_scatter(x, c, 1)),
-    "reduce_scatter avg": (lambda i: (4, 2), lambda x, c: d.reduce_scatter(x, c, 0, "avg")),
-    "reduce_scatter_v": (lambda i: (6, 2), lambda x, c: d.reduce_scatter_v(x, c, SIZES)),
+
+def exchange_by_counts(x: Tensor, comm: Comm) -> Tensor:
+    received = [row[comm.rank] for row in COUNTS]
+    return d.all_to_all_v(x, comm, COUNTS[comm.rank], received)
+
+
+# the shapes of the input on ranks 0 to 3, and the map
+MAPS: dict[str, tuple[list[tuple[int, ...]], Callable[[Tensor, Comm], Tensor]]] = {
+    "all_reduce": ([(3, 2)] * 4, lambda x, c: d.all_reduce(x, c)),
+    "all_reduce avg": ([(3, 2)] * 4, lambda x, c: d.all_reduce(x, c, "avg")),
+    "all_gather": ([(2, 3)] * 4, lambda x, c: d.all_gather(x, c, 1)),
+    "all_gather_v": ([(2, size) for size in SIZES], lambda x, c: d.all_gather_v(x, c, SIZES, 1)),
+    "reduce_scatter": ([(2, 4)] * 4, lambda x, c: d.reduce_scatter(x, c, 1)),
+    "reduce_scatter avg": ([(4, 2)] * 4, lambda x, c: d.reduce_scatter(x, c, 0, "avg")),
+    "reduce_scatter_v": ([(6, 2)] * 4, lambda x, c: d.reduce_scatter_v(x, c, SIZES)),
     "reduce_scatter_v avg": (
-        lambda i: (6, 2),
+        [(6, 2)] * 4,
         lambda x, c: d.reduce_scatter_v(x, c, SIZES, 0, "avg"),
     ),
-    "all_to_all": (lambda i: (4, 3), lambda x, c: d.all_to_all(x, c, 0, 1)),
-    "all_to_all_v": (
-        lambda i: (sum(COUNTS[i]),),
-        lambda x, c: d.all_to_all_v(x, c, COUNTS[c.rank], [row[c.rank] for row in COUNTS]),
-    ),
-    "broadcast": (lambda i: (3,), lambda x, c: d.broadcast(x, c, 2)),
-    "scatter": (lambda i: (4, 2), lambda x, c: d.scatter(x, c, 1)),
-    "gather": (lambda i: (2, 2), lambda x, c: d.gather(x, c, 3)),
-    "permute": (lambda i: (2, 2), lambda x, c: d.permute(x, c, [2, 0, 3, 1])),
+    "all_to_all": ([(4, 3)] * 4, lambda x, c: d.all_to_all(x, c, 0, 1)),
+    "all_to_all_v": ([(sum(counts),) for counts in COUNTS], exchange_by_counts),
+    "broadcast": ([(3,)] * 4, lambda x, c: d.broadcast(x, c, 2)),
+    "scatter": ([(4, 2)] * 4, lambda x, c: d.scatter(x, c, 1)),
+    "gather": ([(2, 2)] * 4, lambda x, c: d.gather(x, c, 3)),
+    "permute": ([(2, 2)] * 4, lambda x, c: d.permute(x, c, [2, 0, 3, 1])),
 }
 
 
 @pytest.mark.parametrize("name", list(MAPS))
 @on_ranks(4)
 def test_the_gradient_is_the_adjoint(name: str) -> None:
-    shape_at, run = MAPS[name]
+    shapes, run = MAPS[name]
     for comm in (
         init_device_mesh("cpu", (4,)).comm(0),
         DeviceMesh("cpu", [[3, 1], [0, 2]]).comm((1, 0)),
     ):
         torch.manual_seed(comm.rank)
-        x = torch.randn(shape_at(comm.rank), dtype=torch.float64, requires_grad=True)
-        v = torch.randn(shape_at(comm.rank), dtype=torch.float64)
+        x = torch.randn(shapes[comm.rank], dtype=torch.float64, requires_grad=True)
+        v = torch.randn(shapes[comm.rank], dtype=torch.float64)
         out = run(x, comm)
         g = torch.randn(out.shape, dtype=torch.float64, requires_grad=True)
         (back,) = torch.autograd.grad(out, x, g, create_graph=True)
@@ -137,13 +140,24 @@ PLAIN: dict[str, Callable[[Tensor, Comm], Any]] = {
     "blocks": lambda x, comm: all_to_all_blocks([[x], [x]], comm, [[x.clone()], [x.clone()]]),
     "differentiable": d.all_reduce,
 }
+
+
+def with_tangent(f: Callable[[Tensor], Any]) -> Any:
+    dual = forward_ad.make_dual(  # type: ignore[no-untyped-call]  # torch has no types here
+        torch.ones(4), torch.ones(4)
+    )
+    return f(dual)
+
+
+def grad_of_sum(f: Callable[[Tensor], Any]) -> Any:
+    return torch.func.grad(lambda x: f(x * 1).sum())(torch.ones(4))
+
+
 TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Any]], object]] = {
-    "grad": lambda f: torch.func.grad(lambda x: f(x * 1).sum())(torch.ones(4)),
+    "grad": grad_of_sum,
     "vmap": lambda f: torch.func.vmap(f)(torch.ones(2, 4)),
     "jvp": lambda f: torch.func.jvp(f, (torch.ones(4),), (torch.ones(4),)),
-    "tangent": lambda f: f(
-        forward_ad.make_dual(torch.ones(4), torch.ones(4))  # type: ignore[no-untyped-call]  # torch
-    ),
+    "tangent": with_tangent,
 }
 
 

@@ -57,6 +57,10 @@ def both(size: int, slot_bytes: int) -> tuple[Comm, Comm]:
     return comm, over_gloo(comm)
 
 
+def permute_to_the_next(x: Tensor, comm: Comm) -> Tensor:
+    return permute(x, comm, [(i + 1) % comm.size for i in range(comm.size)])
+
+
 CALLS: dict[str, Callable[[Tensor, Comm], Tensor]] = {
     "all_gather": all_gather,
     "all_gather dim 1": lambda x, comm: all_gather(x, comm, 1),
@@ -67,7 +71,7 @@ CALLS: dict[str, Callable[[Tensor, Comm], Tensor]] = {
     "sum": all_reduce,
     "min": lambda x, comm: all_reduce(x, comm, "min"),
     "max": lambda x, comm: all_reduce(x, comm, "max"),
-    "permute": lambda x, comm: permute(x, comm, [(i + 1) % comm.size for i in range(comm.size)]),
+    "permute": permute_to_the_next,
 }
 
 
@@ -196,6 +200,10 @@ def frozen(x: Tensor) -> Tensor:
     return torch.nn.Parameter(x, requires_grad=False)
 
 
+def shared_with_numpy(x: Tensor) -> Tensor:
+    return torch.frombuffer(bytearray(x.numpy()), dtype=x.dtype).view_as(x)
+
+
 HELD: dict[str, Callable[[Tensor], Tensor]] = {
     "a subclass": lambda x: x.as_subclass(Marked),
     "a wrapper": Boxed,
@@ -203,8 +211,15 @@ HELD: dict[str, Callable[[Tensor], Tensor]] = {
     "an expanded tensor": lambda x: x[:1].expand(x.shape),
     "a transposed tensor": lambda x: x.t().contiguous().t(),
     "a conjugate": lambda x: torch.complex(x, x).conj().real,
-    "a shared tensor": lambda x: torch.frombuffer(bytearray(x.numpy()), dtype=x.dtype).view_as(x),
+    "a shared tensor": shared_with_numpy,
 }
+
+
+def exchange_halves(x: Tensor, comm: Comm) -> Any:
+    out = [[torch.empty(2, 2)], [torch.empty(2, 2)]]
+    return all_to_all_blocks([[x[:2]], [x[2:]]], comm, out)[0][0]
+
+
 SENT: dict[str, Callable[[Tensor, Comm], Any]] = {
     **CALLS,
     "all_reduce": all_reduce,
@@ -215,9 +230,7 @@ SENT: dict[str, Callable[[Tensor, Comm], Any]] = {
     "scatter": lambda x, comm: scatter([x, x], comm, out=torch.zeros(x.shape)),
     "all_gather_coalesced": lambda x, comm: all_gather_coalesced([x], comm)[0],
     "all_reduce_coalesced": lambda x, comm: all_reduce_coalesced([x], comm)[0],
-    "blocks": lambda x, comm: all_to_all_blocks(
-        [[x[:2]], [x[2:]]], comm, [[torch.empty(2, 2)], [torch.empty(2, 2)]]
-    )[0][0],
+    "blocks": exchange_halves,
 }
 
 
@@ -251,16 +264,22 @@ def test_a_subclass_is_reduced_in_place() -> None:
         assert type(result) is (type(held) if comm.rank == 0 else Tensor)
 
 
+def quantized_by_channels() -> Tensor:
+    return torch.quantize_per_channel(
+        torch.ones(4, 4), torch.ones(4), torch.zeros(4), 0, torch.qint8
+    )
+
+
+def jagged() -> Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged)
+
+
 REFUSED: dict[str, Callable[[], Tensor]] = {
     "quantized": lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8),
-    "quantized by channels": lambda: torch.quantize_per_channel(
-        torch.ones(4, 4), torch.ones(4), torch.zeros(4), 0, torch.qint8
-    ),
+    "quantized by channels": quantized_by_channels,
     "of another library": lambda: torch.ones(4).to_mkldnn(),
     "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(1)]),
-    "jagged": lambda: torch.nested.nested_tensor(
-        [torch.ones(2), torch.ones(1)], layout=torch.jagged
-    ),
+    "jagged": jagged,
     "sparse": lambda: torch.eye(4).to_sparse(),
     "rows": lambda: torch.eye(4).to_sparse_csr(),
     "columns": lambda: torch.eye(4).to_sparse_csc(),

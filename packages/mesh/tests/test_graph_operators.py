@@ -32,6 +32,28 @@ from shoal_mesh.testing import on_ranks
 
 # The warning is torch's: it traces through any cached function.
 pytestmark = pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+
+
+def gather_blocks_of_all_sizes(x: Tensor, comm: Comm) -> Any:
+    return all_gather_v(x[: comm.rank + 1], comm, [*range(1, comm.size + 1)])
+
+
+def reduce_scatter_to_the_first(x: Tensor, comm: Comm) -> Any:
+    return reduce_scatter_v(x, comm, [4, *(0,) * (comm.size - 1)])
+
+
+def exchange_as_many_as_the_rank(x: Tensor, comm: Comm) -> Any:
+    sent = [comm.rank + 1] * comm.size
+    received = [*range(1, comm.size + 1)]
+    return all_to_all_v(x.flatten()[: sum(sent)], comm, sent, received)
+
+
+def exchange_nothing_of_the_first(x: Tensor, comm: Comm) -> Any:
+    sent = [comm.rank] * comm.size
+    received = [*range(comm.size)]
+    return all_to_all_v(x.flatten()[: sum(sent)], comm, sent, received)
+
+
 PROGRAMS: dict[str, Callable[[Tensor, Comm], Any]] = {
     "all_reduce": all_reduce,
     "an average of halves": lambda x, comm: all_reduce(x.to(torch.bfloat16), comm, "avg"),
@@ -40,21 +62,12 @@ PROGRAMS: dict[str, Callable[[Tensor, Comm], Any]] = {
     "a scalar": lambda x, comm: all_reduce(x.sum(), comm),
     "an operand with other strides": lambda x, comm: all_gather(x.t(), comm, 1),
     "all_gather": lambda x, comm: all_gather(x, comm, 1),
-    "all_gather_v": lambda x, comm: all_gather_v(
-        x[: comm.rank + 1], comm, [*range(1, comm.size + 1)]
-    ),
+    "all_gather_v": gather_blocks_of_all_sizes,
     "reduce_scatter": lambda x, comm: reduce_scatter(x, comm, 0, "min"),
-    "reduce_scatter_v": lambda x, comm: reduce_scatter_v(x, comm, [4, *(0,) * (comm.size - 1)]),
+    "reduce_scatter_v": reduce_scatter_to_the_first,
     "all_to_all": lambda x, comm: all_to_all(x, comm, 0, 1),
-    "all_to_all_v": lambda x, comm: all_to_all_v(
-        x.flatten()[: comm.size * (comm.rank + 1)],
-        comm,
-        [comm.rank + 1] * comm.size,
-        [*range(1, comm.size + 1)],
-    ),
-    "all_to_all_v of a rank that sends nothing": lambda x, comm: all_to_all_v(
-        x.flatten()[: comm.size * comm.rank], comm, [comm.rank] * comm.size, [*range(comm.size)]
-    ),
+    "all_to_all_v": exchange_as_many_as_the_rank,
+    "all_to_all_v of a rank that sends nothing": exchange_nothing_of_the_first,
     "broadcast": lambda x, comm: broadcast(x, comm, comm.size - 1),
     "several at once": lambda x, comm: all_reduce_coalesced([x, x[0] * 2], comm),
 }

@@ -103,6 +103,8 @@ def _different(comm: Comm) -> dict[str, tuple[Callable[[], object], str]]:
     x = torch.ones(4, 4)
     sizes = [1, 2, 3, 4]
     own = torch.ones(sizes[comm.rank])
+    # rank 1 takes one row more from the last rank
+    taken = [[x[1 : 2 + (one and i == 3)]] for i in range(size)]
     return {
         "shape of all_reduce": (lambda: all_reduce(torch.ones(2 + one), comm), "shape (3,)"),
         "all_gather of 6 against 4": (
@@ -143,9 +145,7 @@ def _different(comm: Comm) -> dict[str, tuple[Callable[[], object], str]]:
             "sends [1, 1, 1, 2], receives [1, 1, 1, 1]",
         ),
         "counts of all_to_all_blocks": (
-            lambda: all_to_all_blocks(
-                [[x[:1]]] * 4, comm, [[x[1 : 2 + (one and i == 3)]] for i in range(size)]
-            ),
+            lambda: all_to_all_blocks([[x[:1]]] * 4, comm, taken),
             "receives [4, 0, 4, 8]",
         ),
         "lists": (

@@ -20,9 +20,10 @@ from shoal_mesh import (
     reduce_scatter,
     reduce_scatter_coalesced,
     reduce_scatter_v,
+    sums_in_tree,
 )
 from shoal_mesh.collectives.c10d_transport import C10dTransport
-from shoal_mesh.collectives.reductions import sums_in_tree, tree_mean, tree_sum
+from shoal_mesh.collectives.reductions import tree_mean, tree_sum
 from shoal_mesh.internal import all_reduce_
 from shoal_mesh.testing import on_ranks
 from shoal_mesh.transport import split_divisor

@@ -5,7 +5,7 @@ Covers: _torch.py, `is_traced`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -47,6 +47,15 @@ def received(pending: Any) -> list[Tensor]:
     return copied
 
 
+def packed(op: Any, x: Tensor, sizes: Sequence[int] = ()) -> list[Tensor]:
+    """What a packed collective of one row brings."""
+    return received(start_packed(op, [x.view(-1)], comm_over(AXIS), sizes))
+
+
+def sum_conjugates(x: Tensor) -> Any:
+    return all_reduce(torch.view_as_complex(x.view(2, 2, 2)).conj(), comm_over(AXIS))
+
+
 def blocks(x: Tensor) -> Tensor:
     out = torch.empty(4)
     all_to_all_blocks(
@@ -65,24 +74,16 @@ def in_place(x: Tensor) -> Tensor:
 # Of a tensor (2, 4), which is another one on each rank.
 COLLECTIVES: dict[str, Callable[[Tensor], Any]] = {
     "all_reduce": lambda x: all_reduce(x, comm_over(AXIS), "avg"),
-    "all_reduce complex": lambda x: all_reduce(
-        torch.view_as_complex(x.view(2, 2, 2)).conj(), comm_over(AXIS)
-    ),
+    "all_reduce complex": sum_conjugates,
     "all_reduce_": in_place,
     "all_reduce_coalesced": lambda x: all_reduce_coalesced([x, x.double()], comm_over(AXIS)),
-    "packed all_reduce": lambda x: received(
-        start_packed("all_reduce", [x.view(-1)], comm_over(AXIS))
-    ),
+    "packed all_reduce": lambda x: packed("all_reduce", x),
     "all_gather": lambda x: all_gather(x, comm_over(AXIS), 1, async_op=True).wait(),
     "all_gather_v": lambda x: all_gather_v(x[: dist.get_rank() + 1], comm_over(AXIS), (1, 2)),
-    "packed all_gather": lambda x: received(
-        start_packed("all_gather", [x.view(-1)], comm_over(AXIS), (8, 8))
-    ),
+    "packed all_gather": lambda x: packed("all_gather", x, (8, 8)),
     "reduce_scatter": lambda x: reduce_scatter(x, comm_over(AXIS)),
     "reduce_scatter_v": lambda x: reduce_scatter_v(x, comm_over(AXIS), (3, 1), 1),
-    "packed reduce_scatter": lambda x: received(
-        start_packed("reduce_scatter", [x.view(-1)], comm_over(AXIS), (3, 5))
-    ),
+    "packed reduce_scatter": lambda x: packed("reduce_scatter", x, (3, 5)),
     "all_to_all": lambda x: all_to_all(x, comm_over(AXIS), 0, 1),
     "all_to_all_blocks": blocks,
     "broadcast": lambda x: broadcast(x, comm_over(AXIS), 1),

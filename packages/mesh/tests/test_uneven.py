@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from rank_values import ORDERS, assert_near, assert_same, comm_of, values_of, values_of_all
 from shoal_mesh import (
+    Comm,
     all_gather_v,
     all_to_all_v,
     reduce_scatter_v,
@@ -62,22 +64,36 @@ def wait_for(flag: Path) -> None:
         time.sleep(0.005)
 
 
-UNEVEN: dict[str, Any] = {
-    "all_gather_v": lambda c, **k: all_gather_v(
-        torch.full((c.rank + 1, 2), float(c.rank)), c, range(1, c.size + 1), **k
-    ),
-    "all_gather_v, one rank": lambda c, **k: all_gather_v(
-        torch.ones(2, 9 * (c.rank == 1)), c, [9 * (i == 1) for i in range(c.size)], 1, **k
-    ),
-    "reduce_scatter_v": lambda c, **k: reduce_scatter_v(
-        torch.arange(10.0).view(1, 10), c, [1, 2, 3, 4], 1, "avg", **k
-    ),
-    "reduce_scatter_v, one rank": lambda c, **k: reduce_scatter_v(
-        torch.arange(9.0), c, [0, 9, 0, 0], **k
-    ),
-    "all_to_all_v": lambda c, **k: all_to_all_v(
-        torch.arange(float(c.rank * c.size)), c, [c.rank] * c.size, list(range(c.size)), **k
-    ),
+def gather_as_many_rows_as_the_rank(comm: Comm, **options: Any) -> Any:
+    rows = torch.full((comm.rank + 1, 2), float(comm.rank))
+    return all_gather_v(rows, comm, range(1, comm.size + 1), **options)
+
+
+def gather_columns_of_one_rank(comm: Comm, **options: Any) -> Any:
+    counts = [9 if rank == 1 else 0 for rank in range(comm.size)]
+    return all_gather_v(torch.ones(2, counts[comm.rank]), comm, counts, 1, **options)
+
+
+def reduce_scatter_columns(comm: Comm, **options: Any) -> Any:
+    columns = torch.arange(10.0).view(1, 10)
+    return reduce_scatter_v(columns, comm, [1, 2, 3, 4], 1, "avg", **options)
+
+
+def reduce_scatter_to_one_rank(comm: Comm, **options: Any) -> Any:
+    return reduce_scatter_v(torch.arange(9.0), comm, [0, 9, 0, 0], **options)
+
+
+def exchange_as_many_as_the_rank(comm: Comm, **options: Any) -> Any:
+    own = torch.arange(float(comm.rank * comm.size))
+    return all_to_all_v(own, comm, [comm.rank] * comm.size, list(range(comm.size)), **options)
+
+
+UNEVEN: dict[str, Callable[..., Any]] = {
+    "all_gather_v": gather_as_many_rows_as_the_rank,
+    "all_gather_v, one rank": gather_columns_of_one_rank,
+    "reduce_scatter_v": reduce_scatter_columns,
+    "reduce_scatter_v, one rank": reduce_scatter_to_one_rank,
+    "all_to_all_v": exchange_as_many_as_the_rank,
 }
 
 
