@@ -38,26 +38,41 @@ BAGS = [torch.tensor(each).view(-1, 2) for each in ([0, 3, 7, 2], [8, 1], [], [1
 BAGS[2] = BAGS[2].long()
 OFFSETS = [torch.tensor(each, dtype=torch.int64) for each in ([0, 2], [0], [], [0, 0, 3])]
 
+
+def look_up_sparse_bags(rank: int, table: Any) -> Any:
+    return F.embedding_bag(BAGS[rank], table, mode="sum", sparse=True)
+
+
+def look_up_weighted_bags(rank: int, table: Any) -> Any:
+    return F.embedding_bag(
+        BAGS[rank], table, mode="sum", per_sample_weights=BAGS[rank].double() + 0.5
+    )
+
+
+def look_up_by_offsets(rank: int, table: Any) -> Any:
+    return F.embedding_bag(OWN[rank].view(-1), table, OFFSETS[rank], mode="sum")
+
+
+def look_up_by_a_last_offset(rank: int, table: Any) -> Any:
+    return F.embedding_bag(
+        OWN[rank].view(-1),
+        table,
+        torch.cat([OFFSETS[rank], torch.tensor([OWN[rank].numel()])]),
+        include_last_offset=True,
+    )
+
+
 LOOKUPS: dict[str, Callable[[int, Any], Any]] = {
     "embedding": lambda rank, table: F.embedding(OWN[rank], table),
     "padding": lambda rank, table: F.embedding(OWN[rank], table, padding_idx=4),
     "by keyword": lambda rank, table: F.embedding(input=OWN[rank], weight=table),
     "sparse": lambda rank, table: F.embedding(OWN[rank], table, sparse=True),
-    "bags, sparse": lambda rank, table: F.embedding_bag(BAGS[rank], table, mode="sum", sparse=True),
+    "bags, sparse": look_up_sparse_bags,
     "bags, mean": lambda rank, table: F.embedding_bag(BAGS[rank], table),
     "bags, sum": lambda rank, table: F.embedding_bag(BAGS[rank], table, mode="sum"),
-    "bags, weighted": lambda rank, table: F.embedding_bag(
-        BAGS[rank], table, mode="sum", per_sample_weights=BAGS[rank].double() + 0.5
-    ),
-    "offsets": lambda rank, table: F.embedding_bag(
-        OWN[rank].view(-1), table, OFFSETS[rank], mode="sum"
-    ),
-    "last offset": lambda rank, table: F.embedding_bag(
-        OWN[rank].view(-1),
-        table,
-        torch.cat([OFFSETS[rank], torch.tensor([OWN[rank].numel()])]),
-        include_last_offset=True,
-    ),
+    "bags, weighted": look_up_weighted_bags,
+    "offsets": look_up_by_offsets,
+    "last offset": look_up_by_a_last_offset,
 }
 
 
@@ -128,80 +143,85 @@ def _wrong(rank: int, there: Any, elsewhere: Any) -> Any:
 
 
 INDEX = torch.tensor([0, 1])
-WRONG: dict[str, tuple[Callable[[Any], Any], type[Exception], type[Exception], str]] = {
+
+
+def look_up_bags_of_other_widths(t: Any) -> Any:
+    return F.embedding_bag(torch.zeros(2, 2 + dist.get_rank(), dtype=torch.int64), t)
+
+
+def look_up_with_too_few_weights(t: Any) -> Any:
+    return F.embedding_bag(INDEX[None], t, mode="sum", per_sample_weights=torch.zeros(2))
+
+
+def look_up_with_weights_on_one_rank(t: Any) -> Any:
+    return F.embedding_bag(
+        INDEX[None], t, mode="sum", per_sample_weights=_wrong(0, torch.ones(1, 2), None)
+    )
+
+
+WRONG: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "a list": (
         lambda t: F.embedding([0, 1], t),  # type: ignore[arg-type]  # the mistake under test
         ArgumentTypeError,
-        TypeError,
         "plain tensor of int32 or int64",
     ),
     "floats on one rank": (
         lambda t: F.embedding(_wrong(2, INDEX.float(), INDEX), t),
         ArgumentTypeError,
-        TypeError,
         r"^rank 2: embedding: ",
     ),
     "an index beyond the table": (
         lambda t: F.embedding(_wrong(1, torch.tensor([9]), INDEX), t),
         OperatorIndexError,
-        IndexError,
         "^rank 1: .*out of range",
     ),
     "a negative index": (
         lambda t: F.embedding(torch.tensor([-1]), t),
         OperatorIndexError,
-        IndexError,
         "out of range",
     ),
     "dtypes that differ": (
         lambda t: F.embedding(_wrong(3, INDEX.int(), INDEX), t),
         RankMismatchError,
-        ValueError,
         r"dtype must be equal on all ranks: torch.int64 on rank 0, torch.int32 on rank 3",
     ),
     "bags of other widths": (
-        lambda t: F.embedding_bag(torch.zeros(2, 2 + dist.get_rank(), dtype=torch.int64), t),
+        look_up_bags_of_other_widths,
         RankMismatchError,
-        ValueError,
         r"shape of a bag must be equal on all ranks: \(2,\) on rank 0, \(3,\) on rank 1",
     ),
     "no offsets": (
         lambda t: F.embedding_bag(INDEX, t),
         ArgumentTypeError,
-        TypeError,
         "1-D indices need offsets",
     ),
     "three dims": (
         lambda t: F.embedding_bag(INDEX.view(2, 1, 1), t),
         ArgumentTypeError,
-        TypeError,
         "1 or 2 dims",
     ),
     "weights of another shape": (
-        lambda t: F.embedding_bag(INDEX[None], t, mode="sum", per_sample_weights=torch.zeros(2)),
+        look_up_with_too_few_weights,
         ArgumentTypeError,
-        TypeError,
         "per_sample_weights",
     ),
-    "weights on one rank": (
-        lambda t: F.embedding_bag(
-            INDEX[None], t, mode="sum", per_sample_weights=_wrong(0, torch.ones(1, 2), None)
-        ),
-        RankMismatchError,
-        ValueError,
-        "weighted",
-    ),
+    "weights on one rank": (look_up_with_weights_on_one_rank, RankMismatchError, "weighted"),
+}
+BUILTIN: dict[type[Exception], type[Exception]] = {
+    ArgumentTypeError: TypeError,
+    OperatorIndexError: IndexError,
+    RankMismatchError: ValueError,
 }
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_indices_are_raised_on_all_ranks(case: str) -> None:
-    call, kind, builtin, text = WRONG[case]
+    call, kind, text = WRONG[case]
     table = _shard_tensor(TABLE, chunk(0))
     with pytest.raises(kind, match=text) as raised:
         call(table)
-    assert isinstance(raised.value, builtin)
+    assert isinstance(raised.value, BUILTIN[kind])
     # no rank is left in a collective
     assert torch.equal(F.embedding(INDEX, table), F.embedding(INDEX, TABLE))
 
