@@ -232,41 +232,44 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def test_moves_that_are_refused() -> None:
     x = meta(6, 6)
-    refused: list[tuple[Callable[[], object], str]] = [
-        (lambda: spmd.all_reduce(x, "tp", src=R, dst=R), "src must be P or V"),
-        (lambda: spmd.all_reduce(x, "tp", dst=V), "dst must be R or I"),
+    refused: list[tuple[Callable[[Tensor, str], object], str]] = [
+        (partial(spmd.all_reduce, src=R, dst=R), "src must be P or V"),
+        (partial(spmd.all_reduce, dst=V), "dst must be R or I"),
         (
-            lambda: spmd.all_reduce(x, "tp", dst=R, inplace=True, op_dtype=x.dtype),
+            partial(spmd.all_reduce, dst=R, inplace=True, op_dtype=x.dtype),
             "cannot be combined with dtypes",
         ),
-        (lambda: spmd.all_gather(x, "tp", src=R, dst=R), "V or S"),
-        (lambda: spmd.all_gather(x, "tp", src=S(0), dst=P), "R or I"),
-        (lambda: spmd.all_gather(x, "tp", src=S(0), dst=R, gather_dim=1), "contradicts"),
-        (lambda: spmd.all_gather(x, "tp", src=V, dst=R, split_sizes=[1, 2]), "split_sizes"),
-        (lambda: spmd.reduce_scatter(x, "tp", src=I, dst=S(0)), "src must be P or V"),
-        (lambda: spmd.reduce_scatter(x, "tp", dst=S(0), scatter_dim=1), "contradicts"),
-        (lambda: spmd.all_to_all(x, "tp", src=R), "V or S"),
-        (lambda: spmd.all_to_all(x, "tp", src=S(0), dst=S(1), split_dim=0), "split_dim must be 1"),
-        (lambda: spmd.all_to_all(x, "tp", output_split_sizes=[3, 3]), "split sizes"),
+        (partial(spmd.all_gather, src=R, dst=R), "V or S"),
+        (partial(spmd.all_gather, src=S(0), dst=P), "R or I"),
+        (partial(spmd.all_gather, src=S(0), dst=R, gather_dim=1), "contradicts"),
+        (partial(spmd.all_gather, src=V, dst=R, split_sizes=[1, 2]), "split_sizes"),
+        (partial(spmd.reduce_scatter, src=I, dst=S(0)), "src must be P or V"),
+        (partial(spmd.reduce_scatter, dst=S(0), scatter_dim=1), "contradicts"),
+        (partial(spmd.all_to_all, src=R), "V or S"),
+        (partial(spmd.all_to_all, src=S(0), dst=S(1), split_dim=0), "split_dim must be 1"),
+        (partial(spmd.all_to_all, output_split_sizes=[3, 3]), "split sizes"),
         (
-            lambda: spmd.all_to_all(x, "tp", src=S(0), dst=S(0), input_split_sizes=[3, 2]),
+            partial(spmd.all_to_all, src=S(0), dst=S(0), input_split_sizes=[3, 2]),
             "add up to 5",
         ),
-        (lambda: spmd.convert(x, "tp", src=P, dst=R), "all_reduce"),
-        (lambda: spmd.convert(x, "tp", src=R, dst=I), "expert_mode"),
-        (lambda: spmd.convert(x, "tp", src=S(0), dst=P), "expert_mode"),
-        (lambda: spmd.reinterpret(x, "tp", src=R, dst=P), "expert_mode"),
-        (lambda: spmd.reinterpret(x, "tp", src=S(0), dst=P), "convert, which keeps the meaning"),
-        (lambda: spmd.reinterpret(x, "tp", src=P, dst=R), "claim more"),
-        (lambda: spmd.shard(x, "tp", src=R, dst=V), "dst must be S"),
-        (lambda: spmd.unshard(x, "tp", src=V, dst=R), "src must be S"),
-        (lambda: spmd.convert(meta(5), "tp", src=R, dst=S(0)), "not a multiple"),
-        (lambda: spmd.all_to_all(meta(5, 5), "tp", src=S(0), dst=S(1)), "not a multiple"),
+        (partial(spmd.convert, src=P, dst=R), "all_reduce"),
+        (partial(spmd.convert, src=R, dst=I), "expert_mode"),
+        (partial(spmd.convert, src=S(0), dst=P), "expert_mode"),
+        (partial(spmd.reinterpret, src=R, dst=P), "expert_mode"),
+        (partial(spmd.reinterpret, src=S(0), dst=P), "convert, which keeps the meaning"),
+        (partial(spmd.reinterpret, src=P, dst=R), "claim more"),
+        (partial(spmd.shard, src=R, dst=V), "dst must be S"),
+        (partial(spmd.unshard, src=V, dst=R), "src must be S"),
     ]
+    # of five rows on two ranks
+    uneven = [partial(spmd.convert, src=R, dst=S(0)), partial(spmd.all_to_all, src=S(0), dst=S(1))]
     with spmd.set_current_mesh(abstract_mesh((2,), ("tp",))):
         for call, message in refused:
             with pytest.raises(ArgumentValueError, match=message):
-                call()
+                call(x, "tp")
+        for move in uneven:
+            with pytest.raises(ArgumentValueError, match="not a multiple"):
+                move(meta(5, 5), "tp")
         with pytest.raises(NoGroupError, match="abstract"):
             spmd.all_reduce(torch.ones(2), "tp", dst=R)
         with pytest.raises(SpmdTypeError, match="does not have an axis 'cp'"):

@@ -29,7 +29,7 @@ from shoal_spmd_types import (
 MESH = abstract_mesh((2,), ("tp",))
 
 
-class Mlp(nn.Module):
+class ScaledResidual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(8)
@@ -41,7 +41,7 @@ class Mlp(nn.Module):
         return out
 
 
-class Attention(nn.Module):
+class AttentionWithManyOutputs(nn.Module):
     """Heads, a buffer, a mask of numbers, a sum that waits, and several results."""
 
     mask: Tensor
@@ -73,7 +73,7 @@ SEQUENCE_PLAN: dict[str, Any] = {**MLP_PLAN, "down": {"tp": S(1)}}
 
 
 def of_mlp(plan: Any = MLP_PLAN, mesh: DeviceMesh = MESH, **options: Any) -> EmittedProgram:
-    return emit(Mlp(), plan, mesh, torch.zeros(2, 6, 8), **options)
+    return emit(ScaledResidual(), plan, mesh, torch.zeros(2, 6, 8), **options)
 
 
 def lines_of(program: EmittedProgram) -> list[str]:
@@ -147,7 +147,7 @@ def test_a_program_passes_the_checker_and_asserts_what_it_was_made_for() -> None
         torch.autocast("cpu"),
     ):
         forward(given, x)
-    scaled = emit(Mlp(), MLP_PLAN, MESH, torch.zeros(2, 6, 8), scale=2.0).load()
+    scaled = emit(ScaledResidual(), MLP_PLAN, MESH, torch.zeros(2, 6, 8), scale=2.0).load()
     with set_current_mesh(MESH), pytest.raises(AssertionError, match=r"made for scale=2\.0"):
         scaled(given, x, scale=1.0)
 
@@ -227,7 +227,7 @@ def test_programs_have_the_bits_of_dispatch_and_its_gradients() -> None:
     ]
     for plan, types in plans:
         torch.manual_seed(1)
-        module = Mlp().double()
+        module = ScaledResidual().double()
         check_bits(*beside_dispatch(module, plan, mesh, x, input_types=types))
     torch.manual_seed(2)
     plan = {
@@ -236,7 +236,7 @@ def test_programs_have_the_bits_of_dispatch_and_its_gradients() -> None:
         "out.weight": {"tp": S(1)},
         "out": {"tp": I},
     }
-    got, expected = beside_dispatch(Attention().double(), plan, mesh, x)
+    got, expected = beside_dispatch(AttentionWithManyOutputs().double(), plan, mesh, x)
     assert got.keys() == {"out", "size", "all"}
     check_bits(got["out"], expected["out"])
     check_bits(got["size"], expected["size"])
@@ -250,7 +250,7 @@ def test_programs_on_two_axes() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     x = torch.randn(2, 6, 8, dtype=torch.double, requires_grad=True)
     torch.manual_seed(1)
-    module = Mlp().double()
+    module = ScaledResidual().double()
     types: dict[str, Any] = {"x": {"dp": S(0)}}
     plan = {**MLP_PLAN, "down": {"dp": S(0)}}
     check_bits(*beside_dispatch(module, plan, mesh, x, input_types=types))
@@ -275,10 +275,12 @@ def check_axes_of_one_rank(shape: tuple[int, ...]) -> None:
     x = torch.randn(2, 6, 8, dtype=torch.double, requires_grad=True)
     for plan, types in ((MLP_PLAN, {}), (SEQUENCE_PLAN, {"x": {"tp": S(1)}})):
         torch.manual_seed(1)
-        module = Mlp().double()
+        module = ScaledResidual().double()
         check_bits(*beside_dispatch(module, plan, mesh, x, input_types=types))
     plan = {"qkv.weight": {"tp": S(0)}, "qkv.bias": {"tp": S(0)}, "out.weight": {"tp": S(1)}}
-    got, expected = beside_dispatch(Attention().double(), {**plan, "out": {"tp": I}}, mesh, x)
+    got, expected = beside_dispatch(
+        AttentionWithManyOutputs().double(), {**plan, "out": {"tp": I}}, mesh, x
+    )
     check_bits(got["out"], expected["out"])
     check_bits(got["size"], expected["size"])
     types = {"x": {"tp": S(1)}}
@@ -312,7 +314,7 @@ def test_layouts_are_types_specs_or_placements() -> None:
     assert len(texts) == 1
 
 
-class Reads(nn.Module):
+class ReadsValues(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * float(x.sum())
 
@@ -483,7 +485,7 @@ def test_what_no_program_is_written_for() -> None:
         with pytest.raises(EmissionError, match=message):
             emit(module, plan, MESH, given)
     with pytest.raises(EmissionError, match="reads values"):
-        emit(Reads(), {}, MESH, x)
+        emit(ReadsValues(), {}, MESH, x)
     with pytest.raises(EmissionError, match="no typed collective"):
         mesh = abstract_mesh((2, 2), ("dp", "tp"))
         types = {"input": {"dp": P, "tp": P}}

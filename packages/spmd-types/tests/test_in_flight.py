@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,23 +21,23 @@ from shoal_spmd_types.moves.in_flight import InFlight
 Move = Callable[..., Tensor]
 # each with the shape of its operand on three ranks
 MOVES: dict[str, tuple[Move, tuple[int, ...]]] = {
-    "all_reduce to R": (lambda x, tp, **o: spmd.all_reduce(x, tp, dst=R, **o), (2, 3)),
-    "all_reduce to I": (lambda x, tp, **o: spmd.all_reduce(x, tp, dst=I, **o), (2, 3)),
-    "all_gather": (lambda x, tp, **o: spmd.all_gather(x, tp, src=S(1), dst=R, **o), (2, 3)),
-    "all_gather, stacked": (lambda x, tp, **o: spmd.all_gather(x, tp, dst=R, **o), (2, 3)),
-    "reduce_scatter": (lambda x, tp, **o: spmd.reduce_scatter(x, tp, dst=S(1), **o), (2, 6)),
-    "reduce_scatter, stacked": (lambda x, tp, **o: spmd.reduce_scatter(x, tp, **o), (3, 2)),
+    "all_reduce to R": (partial(spmd.all_reduce, dst=R), (2, 3)),
+    "all_reduce to I": (partial(spmd.all_reduce, dst=I), (2, 3)),
+    "all_gather": (partial(spmd.all_gather, src=S(1), dst=R), (2, 3)),
+    "all_gather, stacked": (partial(spmd.all_gather, dst=R), (2, 3)),
+    "reduce_scatter": (partial(spmd.reduce_scatter, dst=S(1)), (2, 6)),
+    "reduce_scatter, stacked": (spmd.reduce_scatter, (3, 2)),
     "reduce_scatter, uneven": (
-        lambda x, tp, **o: spmd.reduce_scatter(x, tp, dst=S(0), split_sizes=(2, 0, 1), **o),
+        partial(spmd.reduce_scatter, dst=S(0), split_sizes=(2, 0, 1)),
         (3, 2),
     ),
-    "all_to_all": (lambda x, tp, **o: spmd.all_to_all(x, tp, src=S(0), dst=S(1), **o), (2, 6)),
+    "all_to_all": (partial(spmd.all_to_all, src=S(0), dst=S(1)), (2, 6)),
     "all_to_all, rows": (
-        lambda x, tp, **o: spmd.all_to_all(x, tp, src=S(0), dst=S(0), **o),
+        partial(spmd.all_to_all, src=S(0), dst=S(0)),
         (6, 2),
     ),
-    "redistribute": (lambda x, tp, **o: spmd.redistribute(x, tp, src=S(0), dst=I, **o), (2, 3)),
-    "unshard": (lambda x, tp, **o: spmd.unshard(x, tp, src=S(0), dst=R, **o), (2, 3)),
+    "redistribute": (partial(spmd.redistribute, src=S(0), dst=I), (2, 3)),
+    "unshard": (partial(spmd.unshard, src=S(0), dst=R), (2, 3)),
 }
 
 
