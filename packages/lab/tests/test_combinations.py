@@ -7,14 +7,15 @@ analysis/rank_weights.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
+from shoal_lab import CertificationFinding, FittingExplanation
 from shoal_lab.analysis.combinations import explain_copies
 from shoal_lab.analysis.copies import Expected, RankCopy, Setting
-from shoal_lab.analysis.explanations import CertificationFinding, FittingExplanation
 from shoal_lab.analysis.grid import MeshGrid
 
 GRID = MeshGrid.of({"dp": 2, "tp": 3})
@@ -52,60 +53,110 @@ def parts(axis: str, weights: tuple[float, ...] = (1.0, 1.0, 1.0)) -> Callable[[
     return lambda rank: summands[GRID.position(rank, axis)]
 
 
-@pytest.mark.parametrize(
-    ("by_rank", "kind", "axes", "words"),
-    [
-        (parts("tp"), "missing reduction", ("tp",), "right after a sum over tp"),
-        (
-            lambda rank: 3 * parts("tp")(rank),
-            "missing reduction",
-            ("tp",),
-            "right after a mean over tp",
-        ),
-        (
-            lambda rank: 2 * parts("tp")(rank),
-            "missing reduction",
-            ("tp",),
-            "after a sum it is 2 times too large",
-        ),
-        (lambda rank: 2 * values(), "too large", ("dp",), "2 times too large"),
-        (lambda rank: values() / 3, "too small", ("tp",), "3 times too small"),
-        (lambda rank: 6 * values(), "too large", ("dp", "tp"), "6 times too large"),
-        (lambda rank: 4 * values(), "microbatches", (), "4 microbatches are added"),
-        (lambda rank: values() * 2 / 3, "wrong divisor", ("dp", "tp"), "size of tp in place of dp"),
-        (lambda rank: -values(), "sign", (), "opposite sign"),
-        (lambda rank: 0.37 * values(), "scaled", (), "scaled by 0.37"),
-        (lambda rank: 0 * values(), "zero", (), "zero on all ranks"),
-        (lambda rank: values() * (GRID.position(rank, "dp") == 0), "zero", ("dp",), "at dp=1"),
-        (
-            lambda rank: values() * (2 if GRID.position(rank, "tp") == 1 else 1),
-            "too large",
-            ("tp",),
-            "at tp=1",
-        ),
-        (lambda rank: values()[[1, 0, 2, 3, 4, 5]], "permuted", (), "dim 0"),
-        (parts("tp", (0.5, 2.0, 3.0)), "missing reduction", ("tp",), "weights 0.5, 2, 3"),
-        (
-            lambda rank: values() * torch.tensor([2.0] * 3 + [1.0] * 3)[:, None],
-            "too large",
-            ("dp",),
-            "rows 0-2 of 6",
-        ),
-        (
-            lambda rank: values() * (1.1 + rank),
-            "scaled",
-            ("dp", "tp"),
-            "a different factor on each rank",
-        ),
-        (lambda rank: values() * torch.nan, "missing", (), "nan"),
-    ],
-)  # fmt: skip
-def test_a_combination_is_named(
-    by_rank: Callable[[int], Tensor], kind: str, axes: tuple[str, ...], words: str
-) -> None:
-    found = explain(by_rank)
-    assert [(fits.kind, fits.axes) for fits in found] == [(kind, axes)], found
-    assert words in found[0].text
+@dataclass(frozen=True)
+class Combination:
+    """What ranks have in the place of the gradient, and how it is explained.
+
+    Attributes:
+        by_rank: the values of a rank.
+        kind: of the explanation.
+        axes: of the mesh that the explanation names.
+        words: a part of its text.
+    """
+
+    by_rank: Callable[[int], Tensor]
+    kind: str
+    axes: tuple[str, ...]
+    words: str
+
+
+COMBINATIONS = {
+    "a sum over tp is missing": Combination(
+        parts("tp"), kind="missing reduction", axes=("tp",), words="right after a sum over tp"
+    ),
+    "a mean over tp is missing": Combination(
+        lambda rank: 3 * parts("tp")(rank),
+        kind="missing reduction",
+        axes=("tp",),
+        words="right after a mean over tp",
+    ),
+    "a sum is missing and the rest is twice as large": Combination(
+        lambda rank: 2 * parts("tp")(rank),
+        kind="missing reduction",
+        axes=("tp",),
+        words="after a sum it is 2 times too large",
+    ),
+    "twice as large": Combination(
+        lambda rank: 2 * values(), kind="too large", axes=("dp",), words="2 times too large"
+    ),
+    "a third": Combination(
+        lambda rank: values() / 3, kind="too small", axes=("tp",), words="3 times too small"
+    ),
+    "six times as large": Combination(
+        lambda rank: 6 * values(), kind="too large", axes=("dp", "tp"), words="6 times too large"
+    ),
+    "four microbatches": Combination(
+        lambda rank: 4 * values(), kind="microbatches", axes=(), words="4 microbatches are added"
+    ),
+    "the size of the other axis": Combination(
+        lambda rank: values() * 2 / 3,
+        kind="wrong divisor",
+        axes=("dp", "tp"),
+        words="size of tp in place of dp",
+    ),
+    "the opposite sign": Combination(
+        lambda rank: -values(), kind="sign", axes=(), words="opposite sign"
+    ),
+    "another scale": Combination(
+        lambda rank: 0.37 * values(), kind="scaled", axes=(), words="scaled by 0.37"
+    ),
+    "zero": Combination(lambda rank: 0 * values(), kind="zero", axes=(), words="zero on all ranks"),
+    "zero on a part of dp": Combination(
+        lambda rank: values() * (GRID.position(rank, "dp") == 0),
+        kind="zero",
+        axes=("dp",),
+        words="at dp=1",
+    ),
+    "twice as large on one rank of tp": Combination(
+        lambda rank: values() * (2 if GRID.position(rank, "tp") == 1 else 1),
+        kind="too large",
+        axes=("tp",),
+        words="at tp=1",
+    ),
+    "rows in another order": Combination(
+        lambda rank: values()[[1, 0, 2, 3, 4, 5]], kind="permuted", axes=(), words="dim 0"
+    ),
+    "a sum with weights is missing": Combination(
+        parts("tp", (0.5, 2.0, 3.0)),
+        kind="missing reduction",
+        axes=("tp",),
+        words="weights 0.5, 2, 3",
+    ),
+    "twice as large in rows of one rank of dp": Combination(
+        lambda rank: values() * torch.tensor([2.0] * 3 + [1.0] * 3)[:, None],
+        kind="too large",
+        axes=("dp",),
+        words="rows 0-2 of 6",
+    ),
+    "another factor on each rank": Combination(
+        lambda rank: values() * (1.1 + rank),
+        kind="scaled",
+        axes=("dp", "tp"),
+        words="a different factor on each rank",
+    ),
+    "not a number": Combination(
+        lambda rank: values() * torch.nan, kind="missing", axes=(), words="nan"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_a_combination_is_named(name: str) -> None:
+    combination = COMBINATIONS[name]
+    found = explain(combination.by_rank)
+    expected = [(combination.kind, combination.axes)]
+    assert [(fits.kind, fits.axes) for fits in found] == expected, found
+    assert combination.words in found[0].text
 
 
 def test_axes_of_one_size_are_both_named() -> None:
