@@ -42,7 +42,7 @@ def decay(moved: Tensor) -> Tensor:
 COMPUTE: Functions = {"*norm": add_one, "decay": decay}
 
 
-class Server(nn.Module):
+class ComputingServer(nn.Module):
     """One rank's half of the features: norms get 1 added, decays are exponentials in reverse."""
 
     weight: nn.Parameter
@@ -80,14 +80,14 @@ def checkpoint(seed: int = 0) -> dict[str, Tensor]:
     }
 
 
-def learn(compute: Functions, server: Server | None = None) -> WeightMapping:
-    server = server or Server(device="meta")
+def learn(compute: Functions, server: ComputingServer | None = None) -> WeightMapping:
+    server = server or ComputingServer(device="meta")
     return learn_mapping(server, server.load_weights, checkpoint(), compute=compute)
 
 
-def assert_loaded(server: Server, seed: int) -> None:
+def assert_loaded(server: ComputingServer, seed: int) -> None:
     """The server has the bytes of one that loaded the checkpoint."""
-    fresh = Server(server.rank, server.size)
+    fresh = ComputingServer(server.rank, server.size)
     fresh.load_weights(iter(checkpoint(seed).items()))
     for name, value in fresh.state_dict().items():
         assert torch.equal(server.state_dict()[name], value), name
@@ -101,7 +101,7 @@ def test_servers_have_the_bytes_of_a_direct_load_after_each_transfer(
     rank = dist.get_rank()
     trains = rank < 2
     source = checkpoint()
-    server = Server(rank % 2, 2)
+    server = ComputingServer(rank % 2, 2)
     learned = learn_mapping(server, server.load_weights, checkpoint(), compute=COMPUTE)
     manifests: list[Any] = [None] * 4
     own = describe_rank(source) if trains else describe_rank(server, per_rank=True)
@@ -157,7 +157,7 @@ def test_what_the_loader_does_not_compute_is_refused(name: str) -> None:
 
 
 def test_a_function_that_is_missing_or_computes_on_deltas_is_refused_before_bytes_move() -> None:
-    server = Server()
+    server = ComputingServer()
     plan = plan_transfer(describe(checkpoint()), describe(server, per_rank=True), learn(COMPUTE))
     transfer = WeightTransfer(plan, source=checkpoint(), target=server, compute={"*norm": add_one})
     with pytest.raises(

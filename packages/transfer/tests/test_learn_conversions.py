@@ -70,7 +70,7 @@ def test_a_mapping_to_the_files_composes_with_a_loader_of_files() -> None:
     model = build("mixtral")
     to_files = learn_conversion(model)
 
-    class Server(torch.nn.Module):
+    class ServerOfOneExpert(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.down = torch.nn.Parameter(torch.empty(16, 6, device="meta"))
@@ -80,7 +80,7 @@ def test_a_mapping_to_the_files_composes_with_a_loader_of_files() -> None:
                 if name.endswith("layers.1.block_sparse_moe.experts.3.w2.weight"):
                     self.down.data.copy_(tensor[:, 6:])
 
-    server = Server()
+    server = ServerOfOneExpert()
     files = {name: torch.empty(shape, device="meta") for name, shape in to_files.targets.items()}
     mapping = to_files.then(learn_mapping(server, server.load_weights, files))
     assert mapping.witness == "transformers' conversion, then recorded loader"

@@ -37,7 +37,7 @@ CHECKPOINT = {
 SERVED = {"qkv": (24, 4), "gate_up": (12, 4), "vocabulary": (12, 4), "experts": (2, 3, 4)}
 
 
-class Server(nn.Module):
+class InterleavingServer(nn.Module):
     """Serves experts 2 and 3; interleaves q, k and v by head; pads the vocabulary."""
 
     def __init__(self, device: str) -> None:
@@ -79,7 +79,7 @@ def exchanged(one: str, other: str) -> dict[str, str]:
 
 
 def recorded() -> WeightMapping:
-    server = Server("meta")
+    server = InterleavingServer("meta")
     checkpoint = {name: torch.empty(shape) for name, shape in CHECKPOINT.items()}
     return learn_mapping(server, server.load_weights, checkpoint)
 
@@ -109,9 +109,9 @@ def test_the_right_mapping_is_verified_and_gives_the_bytes_of_the_loader() -> No
     mapping = verify_mapping(declared(), recorded())
     generator = torch.Generator().manual_seed(0)
     source = {name: torch.rand(shape, generator=generator) for name, shape in CHECKPOINT.items()}
-    loaded = Server("cpu")
+    loaded = InterleavingServer("cpu")
     loaded.load_weights(iter(source.items()))
-    served = Server("cpu")
+    served = InterleavingServer("cpu")
     plan = plan_transfer(describe(source), describe(served, per_rank=True), mapping)
     assert "mapping witnessed: recorded loader" in plan.explain()
     WeightTransfer(plan, source=source, target=served).run(1)
@@ -122,7 +122,7 @@ def test_the_right_mapping_is_verified_and_gives_the_bytes_of_the_loader() -> No
 def test_a_mapping_that_nobody_witnessed_stays_unverified() -> None:
     plan = plan_transfer(
         describe({name: torch.zeros(shape) for name, shape in CHECKPOINT.items()}),
-        describe(Server("cpu"), per_rank=True),
+        describe(InterleavingServer("cpu"), per_rank=True),
         declared(),
     )
     assert not plan.is_verified
@@ -131,7 +131,7 @@ def test_a_mapping_that_nobody_witnessed_stays_unverified() -> None:
 
 def test_a_stale_version_is_refused_before_a_byte_moves() -> None:
     source = {name: torch.ones(shape) for name, shape in CHECKPOINT.items()}
-    served = Server("cpu")
+    served = InterleavingServer("cpu")
     plan = plan_transfer(describe(source), describe(served, per_rank=True), recorded())
     transfer = WeightTransfer(plan, source=source, target=served)
     transfer.run(2)

@@ -357,7 +357,7 @@ def test_a_loader_that_computes_is_refused_by_name(name: str) -> None:
 
 
 def test_a_cast_before_a_second_cast_to_the_same_dtype_is_one_cast() -> None:
-    class Half(nn.Module):
+    class CastsTwice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.p = nn.Parameter(torch.empty(4, dtype=torch.bfloat16))
@@ -366,7 +366,7 @@ def test_a_cast_before_a_second_cast_to_the_same_dtype_is_one_cast() -> None:
             (_, tensor), *_ = weights
             self.p.data.copy_(tensor.double().to(torch.bfloat16))
 
-    server = Half()
+    server = CastsTwice()
     mapping = learn_mapping(server, server.load_weights, {"w": torch.empty(4)})
     assert mapping.assignments[0].casts
     assert mapping.assignments[0].source == "w"
@@ -448,7 +448,7 @@ def test_memory_of_a_buffer_that_was_never_written_counts_as_zero() -> None:
 
 
 def test_attributes_and_values_that_a_loader_reads_are_there() -> None:
-    class Experts(nn.Module):
+    class LoadsByLocalNumbers(nn.Module):
         """Loads the experts of rank 1 of 2 by a buffer with their local numbers."""
 
         def __init__(self) -> None:
@@ -470,7 +470,7 @@ def test_attributes_and_values_that_a_loader_reads_are_there() -> None:
             for expert, (_, tensor) in enumerate(weights):
                 params["p"].weight_loader(params["p"], tensor, expert)
 
-    server = Experts()
+    server = LoadsByLocalNumbers()
     checkpoint = {f"e{expert}": torch.zeros(3) for expert in range(4)}
     mapping = learn_mapping(server, server.load_weights, checkpoint)
     assert [part.source for part in mapping.by_target["p@0"]] == ["e2", "e3"]

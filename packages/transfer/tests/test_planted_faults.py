@@ -51,7 +51,7 @@ def shapes_of(kv_heads: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-class Server(nn.Module):
+class ServerOfGroupedHeads(nn.Module):
     """Interleaves q, k and v by kv head, fuses gate and up, and serves experts 2 and 3."""
 
     gate_up: nn.Parameter
@@ -108,14 +108,16 @@ def values(kv_heads: int) -> dict[str, Tensor]:
     return {name: torch.rand(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def loaded(kv_heads: int) -> Server:
+def loaded(kv_heads: int) -> ServerOfGroupedHeads:
     """The server after it has loaded the files of version 0 by itself."""
-    server = Server(kv_heads)
+    server = ServerOfGroupedHeads(kv_heads)
     server.load_weights(iter(values(kv_heads).items()))
     return server
 
 
-def transfer_by(mapping: WeightMapping, kv_heads: int) -> tuple[WeightTransfer, Server]:
+def transfer_by(
+    mapping: WeightMapping, kv_heads: int
+) -> tuple[WeightTransfer, ServerOfGroupedHeads]:
     source = values(kv_heads)
     server = loaded(kv_heads)
     plan = plan_transfer(describe(source), describe(server, per_rank=True), mapping)
@@ -136,7 +138,7 @@ def test_the_recorded_loader_finds_it_before_a_byte_moves(fault: str, kv_heads: 
     options, name = FAULTS[fault]
     wrong = declared(kv_heads, **options)
     wrong.check()
-    server = Server(kv_heads, "meta")
+    server = ServerOfGroupedHeads(kv_heads, "meta")
     checkpoint = {one: torch.empty(shape) for one, shape in shapes_of(kv_heads).items()}
     recorded = learn_mapping(server, server.load_weights, checkpoint)
     with pytest.raises(MappingError, match=rf"'{name}'\[.* in the mapping, but .* in the witness"):
@@ -158,7 +160,7 @@ def test_version_zero_finds_it_before_anything_is_committed(fault: str, kv_heads
     assert_unchanged(server)
 
 
-def assert_unchanged(server: Server) -> None:
+def assert_unchanged(server: ServerOfGroupedHeads) -> None:
     for name, value in loaded(server.kv_heads).named_parameters():
         assert torch.equal(server.get_parameter(name), value), name
 
@@ -178,7 +180,7 @@ class TwoWorlds:
 
     def __init__(self, home: Path) -> None:
         self.source = values(2)
-        self.server = Server(2)
+        self.server = ServerOfGroupedHeads(2)
         target = describe(self.server, world="server", per_rank=True)
         plan = plan_transfer(describe(self.source, world="trainer"), target, declared(2))
         self.wires = [CountingWire(home, member, 2, timeout=60) for member in range(2)]

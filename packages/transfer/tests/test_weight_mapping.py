@@ -5,6 +5,8 @@ Covers: mapping/weight_mapping.py, mapping/edits.py, mapping/assignment.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -85,27 +87,40 @@ def test_every_other_column_composes_with_transposed_slices() -> None:
     assert torch.equal(values(mapping)["two"], before[:, ::2].t()[1:])
 
 
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (lambda m: m.fuse({"ab": ("a", "c")}), "'ab': the tensor 'c' does not exist"),
-        (lambda m: m.fuse({"ab": ("a", "b")}, groups=3), "cannot be divided into 3 equal groups"),
-        (lambda m: m.split({"a": {"x": 1}}), "cannot be split into blocks of"),
-        (lambda m: m.rename({"a|b": "c"}), "both become 'c'"),
-        (lambda m: m.pad({"a": 1}), "is longer than 1"),
-        (lambda m: m.repeat(["a"], times=2, block=3), "cannot be divided into blocks of 3"),
-        (lambda m: m.drop(["z.{}"]), "no tensor is named 'z.{}'"),
-        (
-            lambda m: m.split({"a": {"b": 4}}),
-            "'b' is the name of a new tensor and of an existing one",
-        ),
-        (lambda m: WeightMapping({}, {"a": (2, 2)}, ()).then(m), r"'a' is \(4, 2\) in the later"),
-    ],
-)
-def test_edits_that_do_not_fit_are_refused(edit: object, message: str) -> None:
+REFUSED: dict[str, tuple[Callable[[WeightMapping], WeightMapping], str]] = {
+    "fuse an unknown tensor": (
+        lambda m: m.fuse({"ab": ("a", "c")}),
+        "'ab': the tensor 'c' does not exist",
+    ),
+    "fuse in too many groups": (
+        lambda m: m.fuse({"ab": ("a", "b")}, groups=3),
+        "cannot be divided into 3 equal groups",
+    ),
+    "split off a part": (lambda m: m.split({"a": {"x": 1}}), "cannot be split into blocks of"),
+    "one name for two": (lambda m: m.rename({"a|b": "c"}), "both become 'c'"),
+    "pad to less": (lambda m: m.pad({"a": 1}), "is longer than 1"),
+    "repeat uneven blocks": (
+        lambda m: m.repeat(["a"], times=2, block=3),
+        "cannot be divided into blocks of 3",
+    ),
+    "drop an unknown tensor": (lambda m: m.drop(["z.{}"]), "no tensor is named 'z.{}'"),
+    "split to a known name": (
+        lambda m: m.split({"a": {"b": 4}}),
+        "'b' is the name of a new tensor and of an existing one",
+    ),
+    "follow another shape": (
+        lambda m: WeightMapping({}, {"a": (2, 2)}, ()).then(m),
+        r"'a' is \(4, 2\) in the later",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_edits_that_do_not_fit_are_refused(name: str) -> None:
+    edit, message = REFUSED[name]
     mapping = WeightMapping.same_names({"a": (4, 2), "b": (4, 2)})
     with pytest.raises(MappingError, match=message):
-        edit(mapping)  # type: ignore[operator]  # a lambda in a table of parameters
+        edit(mapping)
 
 
 def test_elements_without_or_with_two_sources_are_named() -> None:

@@ -37,7 +37,7 @@ from shoal_transfer import (
 from shoal_transfer.running.messages import apply_delta, digest_of, encode_delta
 
 
-class Block(nn.Module):
+class NamedProjections(nn.Module):
     """Projections with separate or fused names, enough for a mapping."""
 
     def __init__(self, sizes: dict[str, int]) -> None:
@@ -52,7 +52,7 @@ SERVED = {"qkv": 16, "o": 6}
 
 def build(sizes: dict[str, int], seed: int) -> nn.ModuleList:
     torch.manual_seed(seed)
-    return nn.ModuleList(Block(sizes) for _ in range(2))
+    return nn.ModuleList(NamedProjections(sizes) for _ in range(2))
 
 
 def fused(shapes: dict[str, tuple[int, ...]], groups: int) -> WeightMapping:
