@@ -104,7 +104,7 @@ class T5Attention(nn.Module):
         return out
 
 
-class Gated(nn.Module):
+class T5FeedForward(nn.Module):
     """T5's feed-forward."""
 
     def __init__(self) -> None:
@@ -129,10 +129,14 @@ class T5(nn.Module):
         self.bias, self.decoder_bias = Relative(heads), Relative(heads)
         self.encoder, self.encoder_ff, self.final_norm = (
             T5Attention(heads),
-            Gated(),
+            T5FeedForward(),
             nn.RMSNorm(DIM),
         )
-        self.decoder, self.cross, self.decoder_ff = T5Attention(heads), T5Attention(heads), Gated()
+        self.decoder, self.cross, self.decoder_ff = (
+            T5Attention(heads),
+            T5Attention(heads),
+            T5FeedForward(),
+        )
         self.norm, self.head = nn.RMSNorm(DIM), nn.Linear(DIM, VOCAB, bias=False)
         self.head.weight = self.shared.weight
 
@@ -214,7 +218,7 @@ class Pooler(nn.Module):
         return torch.tanh(self.dense(hidden[:, 0]))
 
 
-class Bert(nn.Module):
+class BertWithHeads(nn.Module):
     """Two layers with both pre-training heads."""
 
     def __init__(self, heads: int) -> None:
@@ -272,7 +276,7 @@ def bert_plan(heads: int, sequence: bool) -> dict[str, Any]:
 @SEQUENCE
 @HEADS
 def test_bert(ways: int, sequence: bool, heads: int) -> None:
-    single = build(lambda: Bert(heads))
+    single = build(lambda: BertWithHeads(heads))
     module: Any = parallelize_module(
         copy.deepcopy(single), tensor_axis(ways), bert_plan(heads, sequence), on_unmatched="error"
     )
@@ -301,7 +305,7 @@ class Conv1D(nn.Module):
         return out if self.bias is None else out + self.bias
 
 
-class GptBlock(nn.Module):
+class Gpt2Block(nn.Module):
     """Causal attention and feed-forward."""
 
     def __init__(self, heads: int) -> None:
@@ -324,7 +328,7 @@ class Gpt2(nn.Module):
     def __init__(self, heads: int) -> None:
         super().__init__()
         self.wte, self.wpe = nn.Embedding(VOCAB, DIM), nn.Embedding(10, DIM)
-        self.h, self.ln_f = nn.ModuleList([GptBlock(heads) for _ in range(2)]), nn.LayerNorm(DIM)
+        self.h, self.ln_f = nn.ModuleList([Gpt2Block(heads) for _ in range(2)]), nn.LayerNorm(DIM)
         self.head = nn.Linear(DIM, VOCAB, bias=False)
         self.head.weight = self.wte.weight
 

@@ -57,7 +57,7 @@ def test_auto_plan_of_known_shapes() -> None:
     )
 
 
-class Fused(nn.Module):
+class NamesOfGpt2(nn.Module):
     """GPT-2's names: a fused projection, whose blocks no name says, then rows."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Fused(nn.Module):
         self.mlp.c_fc, self.mlp.c_proj = nn.Linear(8, 32), nn.Linear(32, 8)
 
 
-class Bert(nn.Module):
+class NamesOfBert(nn.Module):
     """BERT's names: `dense` in a module of its own, beside the one that holds the columns."""
 
     def __init__(self) -> None:
@@ -82,18 +82,18 @@ class Bert(nn.Module):
 
 
 def test_roles_by_the_usual_names() -> None:
-    plan = auto_plan(Fused())
+    plan = auto_plan(NamesOfGpt2())
     assert (
         plan["attn.c_attn"] == PackedColwiseParallel(blocks=3)
         and plan["attn.c_proj"] == RowwiseParallel()
     )
     assert plan["mlp.c_fc"] == ColwiseParallel() and plan["mlp.c_proj"] == RowwiseParallel()
-    plan = auto_plan(Bert())
+    plan = auto_plan(NamesOfBert())
     assert plan["attention.self.query"] == plan["intermediate.dense"] == ColwiseParallel()
     assert plan["attention.output.dense"] == plan["output.dense"] == RowwiseParallel()
 
 
-class Block(nn.Module):
+class BlockOfFourHeads(nn.Module):
     """Attention with its own number of heads, or a norm of sharded queries, and a feed-forward."""
 
     def __init__(self, norm: bool) -> None:
@@ -125,7 +125,7 @@ class Block(nn.Module):
 @pytest.mark.parametrize("norm", [False, True])
 def test_blocks_that_compute_something_else_are_gathered(norm: bool) -> None:
     mesh, x = abstract_mesh((4,)), torch.randn(2, 8, 16)
-    plan = auto_plan(Block(norm), mesh, x)
+    plan = auto_plan(BlockOfFourHeads(norm), mesh, x)
     gathered = {
         f"attention.{name}_proj": ColwiseParallel(output_layouts=Replicate()) for name in "qkvo"
     }
@@ -139,7 +139,7 @@ def test_blocks_that_compute_something_else_are_gathered(norm: bool) -> None:
     assert plan.proven_for == (4,) and not plan.whole
 
 
-class Counted(Block):
+class Counted(BlockOfFourHeads):
     """Attention that reshapes by its own attribute, a number of heads, and a learned activation."""
 
     def __init__(self) -> None:
@@ -191,7 +191,7 @@ def test_counts_sinks_packed_projections_and_learned_activations_are_known() -> 
     assert "counts=('num_heads', 'all_head_size')" in format_plan(plan)
 
 
-class Tied(nn.Module):
+class TiedVocabulary(nn.Module):
     """A vocabulary whose weight and bias are shared, one of them with the module above the head."""
 
     def __init__(self) -> None:
@@ -210,7 +210,7 @@ class Tied(nn.Module):
 
 
 def test_a_vocabulary_is_sharded_with_all_that_shares_its_parameters() -> None:
-    plan = auto_plan(Tied(), abstract_mesh((4,)), torch.randint(13, (2, 5)))
+    plan = auto_plan(TiedVocabulary(), abstract_mesh((4,)), torch.randint(13, (2, 5)))
     assert {*plan} == {"tok", "top", "top.decoder"} and not plan.dropped and not plan.whole
     assert plan["top"] == OwnParameters(dims={"bias": 0})
 

@@ -150,7 +150,7 @@ def test_the_memory_of_a_step_is_that_which_is_measured() -> None:
     assert 0.9 * (most + there) <= found.nbytes <= 1.1 * (most + there)
 
 
-class Reads(torch.nn.Module):
+class DependsOnValues(torch.nn.Module):
     """A forward that depends on values where it is parallel."""
 
     def __init__(self) -> None:
@@ -163,7 +163,9 @@ class Reads(torch.nn.Module):
 
 
 def test_what_cannot_be_counted_is_said() -> None:
-    found = propose(Reads(), 2, 1000, torch.randn(4, 4), plan={"linear": ColwiseParallel()})
+    found = propose(
+        DependsOnValues(), 2, 1000, torch.randn(4, 4), plan={"linear": ColwiseParallel()}
+    )
     assert "not counted" in repr(found) and found.uncounted
     assert {each.shape for each in found.candidates if not each.activation_bytes} == {(1, 2)}
 
