@@ -5,8 +5,7 @@ Covers: module/shard_module.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -63,70 +62,83 @@ def test_what_is_no_parameter_stays_what_it_is() -> None:
     assert not frozen.weight.requires_grad
 
 
-PARAMETER_FAILURES: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
+class OnRank(NamedTuple):
+    """An argument that is another one on one rank."""
+
+    rank: int
+    there: Any
+    elsewhere: Any
+
+
+def of_this_rank(argument: Any) -> Any:
+    return on_rank(*argument) if isinstance(argument, OnRank) else argument
+
+
+# arguments of `shard_parameter` behind the module, the error and its text
+PARAMETER_FAILURES: dict[str, tuple[tuple[Any, ...], type[Exception], str]] = {
     "no attribute": (
-        lambda m: ("absent", chunk(0)),
+        ("absent", chunk(0)),
         AttributeError,
         "Linear has no attribute 'absent'",
     ),
     "no attribute on one rank": (
-        lambda m: (on_rank(2, "absent", "weight"), chunk(0)),
+        (OnRank(2, "absent", "weight"), chunk(0)),
         AttributeError,
         r"^rank 2: .*'absent'",
     ),
     "no tensor": (
-        lambda m: ("in_features", chunk(0)),
+        ("in_features", chunk(0)),
         ValueError,
         "in_features must be a Tensor, got int",
     ),
     "not contiguous": (
-        lambda m: ("turned", chunk(0)),
+        ("turned", chunk(0)),
         ValueError,
         r"turned is not contiguous: size \(8, 16\)",
     ),
     "not contiguous on one rank": (
-        lambda m: (on_rank(3, "turned", "weight"), chunk(0)),
+        (OnRank(3, "turned", "weight"), chunk(0)),
         ValueError,
         r"^rank 3: .*not contiguous",
     ),
     "no spec": (
-        lambda m: ("weight", "rows"),
+        ("weight", "rows"),
         TypeError,
         "Linear.weight: the spec is a ShardingSpec, got str",
     ),
     "dim out of range": (
-        lambda m: ("weight", chunk(2)),
+        ("weight", chunk(2)),
         ValueError,
         r"Linear.weight: dim 2 .*\(8, 16\)",
     ),
     "rank outside": (
-        lambda m: ("weight", chunk(0, (0, 4))),
+        ("weight", chunk(0, (0, 4))),
         ValueError,
         "global rank 4 is not among",
     ),
     "spec with a gap": (
-        lambda m: ("weight", enumerable(([0, 0], [8, 8], 0))),
+        ("weight", enumerable(([0, 0], [8, 8], 0))),
         ValueError,
         r"no shard holds .*\[0:8, 8:16\]",
     ),
     "different specs": (
-        lambda m: ("weight", on_rank(1, chunk(1), chunk(0))),
+        ("weight", OnRank(1, chunk(1), chunk(0))),
         ValueError,
         r"sharding_spec must be equal on all ranks: .*dim=0.* on rank 0, .*dim=1.* on rank "
         r"1",
     ),
     "different sources": (
-        lambda m: ("weight", chunk(0), on_rank(2, 1, 0)),
+        ("weight", chunk(0), OnRank(2, 1, 0)),
         ValueError,
         "src_rank must be equal on all ranks: 0 on rank 0, 1 on rank 2",
     ),
     "no such source": (
-        lambda m: ("weight", chunk(0), 4),
+        ("weight", chunk(0), 4),
         RuntimeError,
         "src_rank=4 is not a rank .* of 4",
     ),
     "different sizes": (
-        lambda m: (on_rank(1, "bias", "weight"), chunk(0)),
+        (OnRank(1, "bias", "weight"), chunk(0)),
         ValueError,
         r"size must be equal on all ranks: \(8, 16\) .*\(8,\)",
     ),
@@ -141,7 +153,7 @@ def test_shard_parameter_refuses_on_all_ranks_and_changes_nothing(case: str) -> 
     module.turned = module.weight.detach().t().contiguous().t()
     before = snapshot(module)
     with pytest.raises(kind, match=f"(?s){text}") as raised:
-        shard_parameter(module, *arguments(module))
+        shard_parameter(module, *map(of_this_rank, arguments))
     assert snapshot(module) == before
     messages: list[Any] = [None] * 4
     dist.all_gather_object(messages, (type(raised.value).__name__, str(raised.value)))
