@@ -10,6 +10,7 @@ import contextvars
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -32,10 +33,10 @@ def raised(by: int) -> Iterator[None]:
 
 # a block, and whether its setting holds
 BLOCKS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], Callable[[], bool]]] = {
-    "scoped value": (lambda: raised(1), lambda: VALUE.get() > 0),
+    "scoped value": (partial(raised, 1), lambda: VALUE.get() > 0),
     "sums_in_tree": (sums_in_tree, sums_are_in_tree),
     "with mesh": (lambda: MESH, lambda: current_mesh() is MESH),
-    "purpose": (lambda: purpose("of the block"), lambda: "of the block" in _current_purpose()),
+    "purpose": (partial(purpose, "of the block"), lambda: "of the block" in _current_purpose()),
 }
 
 
