@@ -90,7 +90,7 @@ def test_attention_of_the_whole_sequence(balanced: bool, method: str) -> None:
         torch.testing.assert_close(dense.to_local(), whole.out)
 
 
-class Attention(nn.Module):
+class AttentionOnDTensors(nn.Module):
     """Attention that makes DTensors of its queries, keys and values, as torchtitan does."""
 
     def __init__(self, mesh: Any) -> None:
@@ -116,7 +116,7 @@ def test_a_module_over_one_axis_of_two(recomputes: bool) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
     context = mesh["context"]
     x = torch.randn(2, 12, 8, dtype=torch.double, generator=torch.Generator().manual_seed(1))
-    single, module = Attention(None), Attention(context)
+    single, module = AttentionOnDTensors(None), AttentionOnDTensors(context)
     layout = head_tail_layout(12, 2)
     with enabled():
         expected = single(x)

@@ -160,7 +160,7 @@ def test_ranks_with_one_position_are_not_followed() -> None:
     assert followed_positions((0, 1, 2, 3), 0, SequenceLayout.contiguous(8, 4)) is not None
 
 
-class Block(nn.Module):
+class FeedForwardThatMayMix(nn.Module):
     """A block of a transformer, which may look at the positions before."""
 
     def __init__(self, mixes: bool) -> None:
@@ -212,7 +212,7 @@ RUNS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 def test_modules_are_followed_in_scopes_of_torch(run: str, mixes: bool) -> None:
     with fake_world(2):
         x = torch.randn(BATCH, LENGTH, WIDTH)
-        module = nn.Sequential(Block(False), Block(mixes))
+        module = nn.Sequential(FeedForwardThatMayMix(False), FeedForwardThatMayMix(mixes))
         refused = pytest.raises(UnsupportedAttentionError, match="cumsum inside of context")
         with (
             context_parallel(init_device_mesh("cpu", (2,)), buffers=[x], buffer_seq_dims=[1]),
