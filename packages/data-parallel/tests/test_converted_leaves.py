@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,11 +28,9 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
     "to empty": lambda module: module.to_empty(device="cpu"),
 }
 WRAPPERS: dict[str, Callable[[nn.Module, Any], object]] = {
-    "replicate": lambda module, mesh: replicate(module, mesh=mesh),
-    "replicate, sharded optimizer": lambda module, mesh: replicate(
-        module, mesh=mesh, shard_optimizer=True
-    ),
-    "fully_shard": lambda module, mesh: fully_shard(module, mesh=mesh),
+    "replicate": replicate,
+    "replicate, sharded optimizer": partial(replicate, shard_optimizer=True),
+    "fully_shard": fully_shard,
 }
 
 

@@ -332,15 +332,21 @@ def test_post_accumulate_hooks_run_where_a_gradient_is_accumulated() -> None:
 
 # --- torch.func -----------------------------------------------------------------------------------
 
+
+def summed(f: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """The sum of a function's values, as a function."""
+    return lambda t: f(t).sum()
+
+
 TRANSFORMS: dict[str, Callable[[Any, Tensor], Any]] = {
-    "grad": lambda f, x: torch.func.grad(lambda t: f(t).sum())(x),
+    "grad": lambda f, x: torch.func.grad(summed(f))(x),
     "vjp": lambda f, x: torch.func.vjp(f, x)[1](torch.ones(4, 3, dtype=x.dtype))[0],
     "jvp": lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1],
     "vmap": lambda f, x: torch.func.vmap(f)(x),
-    "gradients of rows": lambda f, x: torch.func.vmap(torch.func.grad(lambda t: f(t).sum()))(x),
+    "gradients of rows": lambda f, x: torch.func.vmap(torch.func.grad(summed(f)))(x),
     "jacrev": lambda f, x: torch.func.jacrev(f)(x),
     "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
-    "hessian": lambda f, x: torch.func.hessian(lambda t: f(t).sum())(x),
+    "hessian": lambda f, x: torch.func.hessian(summed(f))(x),
     "linearize": lambda f, x: torch.func.linearize(f, x)[1](torch.ones_like(x)),
 }
 
@@ -362,9 +368,8 @@ def test_transforms_are_those_of_one_device(how: str) -> None:
         torch.testing.assert_close(transform(lambda t: model(t).tanh(), x), expected, msg=name)
     # gradients of parameters through an inner gradient
     for module in (plain, model):
-        torch.func.grad(lambda t, module=module: module(t).tanh().sum())(
-            x
-        ).square().sum().backward()
+        inner = torch.func.grad(lambda t, module=module: module(t).tanh().sum())(x)
+        inner.square().sum().backward()
         module(x).square().mean().backward()
     same_gradients(plain, model)
     # graphs that linearize has recorded hold each other, and gathered parameters

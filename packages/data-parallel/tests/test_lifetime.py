@@ -20,17 +20,28 @@ from shoal_mesh import DeviceMesh, init_device_mesh
 from shoal_mesh.testing import fake_world
 
 Wrap = Callable[[Any, DeviceMesh], Any]
+
+
+def shard_and_keep_gathered(model: Any, mesh: DeviceMesh) -> Any:
+    return fully_shard(model, mesh=mesh["data"], reshard_after_forward=False)
+
+
+def shard_in_units(model: Any, mesh: DeviceMesh) -> Any:
+    fully_shard(model[0], mesh=mesh["data"])
+    return fully_shard(model, mesh=mesh["data"])
+
+
+def replicate_with_optimizer_shards(model: Any, mesh: DeviceMesh) -> Any:
+    return replicate(model, mesh["data"], shard_optimizer=True)
+
+
 WRAPS: dict[str, Wrap] = {
     "fully_shard": lambda model, mesh: fully_shard(model, mesh=mesh["data"]),
-    "fully_shard, kept gathered": lambda model, mesh: fully_shard(
-        model, mesh=mesh["data"], reshard_after_forward=False
-    ),
-    "units": lambda model, mesh: fully_shard(
-        fully_shard(model[0], mesh=mesh["data"]) and model, mesh=mesh["data"]
-    ),
+    "fully_shard, kept gathered": shard_and_keep_gathered,
+    "units": shard_in_units,
     "hybrid": lambda model, mesh: fully_shard(model, mesh=mesh),
     "replicate": lambda model, mesh: replicate(model, mesh["data"]),
-    "optimizer shards": lambda model, mesh: replicate(model, mesh["data"], shard_optimizer=True),
+    "optimizer shards": replicate_with_optimizer_shards,
 }
 
 

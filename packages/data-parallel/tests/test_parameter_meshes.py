@@ -198,20 +198,34 @@ def test_each_mesh_of_a_unit_gathers_once() -> None:
     assert (sent.count((0, 1, 2, 3)), sent.count(small)) == (3, 3)
 
 
+def prefetch_nothing(model: Any) -> None:
+    for block in model.blocks:
+        block.set_modules_to_forward_prefetch([])
+
+
+def prefetch_the_first(model: Any) -> None:
+    for block in model.blocks:
+        block.set_modules_to_backward_prefetch([model.blocks[0]])
+
+
+def unshard_in_no_backward(model: Any) -> None:
+    for block in model.blocks:
+        block.set_unshard_in_backward(False)
+
+
+def unshard(model: Any, *, async_op: bool) -> None:
+    for block in model.blocks:
+        block.unshard(async_op=async_op)
+
+
 METHODS: dict[str, Callable[[Any], object]] = {
     "kept gathered": lambda model: model.set_reshard_after_forward(False),
-    "no prefetch": lambda model: [
-        block.set_modules_to_forward_prefetch([]) for block in model.blocks
-    ],
-    "prefetch": lambda model: [
-        block.set_modules_to_backward_prefetch([model.blocks[0]]) for block in model.blocks
-    ],
-    "no unshard in backward": lambda model: [
-        block.set_unshard_in_backward(False) for block in model.blocks
-    ],
+    "no prefetch": prefetch_nothing,
+    "prefetch": prefetch_the_first,
+    "no unshard in backward": unshard_in_no_backward,
     "kept storage": lambda model: model.set_keep_unsharded_storage(True),
-    "gathered before": lambda model: [block.unshard() for block in model.blocks],
-    "gathering before": lambda model: [block.unshard(async_op=True) for block in model.blocks],
+    "gathered before": partial(unshard, async_op=False),
+    "gathering before": partial(unshard, async_op=True),
     "not last": lambda model: model.set_is_last_backward(False),
 }
 

@@ -136,13 +136,15 @@ def adamw(foreach: bool | None = None, fused: bool | None = None) -> Any:
     return make
 
 
+def sgd_with_momentum(model: nn.Module) -> Any:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+
+
 OPTIMIZERS: dict[str, Any] = {
     "AdamW": adamw(),
     "AdamW, one by one": adamw(foreach=False),
     "AdamW, fused": adamw(fused=True),
-    "SGD with momentum": lambda model: torch.optim.SGD(
-        model.parameters(), lr=0.1, momentum=0.9, nesterov=True
-    ),
+    "SGD with momentum": sgd_with_momentum,
     "Adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=0.01),
 }
 
