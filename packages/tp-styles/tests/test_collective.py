@@ -21,12 +21,13 @@ from shoal_mesh import CommDebugMode
 from shoal_mesh.testing import all_ranks, on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
+    Lowered,
     parallelize_module,
     preview,
 )
 from shoal_tp_styles.experts.expert_forward import OverlappedBlock
 from shoal_tp_styles.internal import DTensorForward
-from shoal_tp_styles.lowering.lowered import Lowered, OnLocalTokens
+from shoal_tp_styles.lowering.lowered import OnLocalTokens
 from shoal_tp_styles.modules.composed_linear import FusedLowering
 from toy_modules import BehindOperation
 

@@ -9,6 +9,7 @@ Covers: lowering/collective_functions.py.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -22,21 +23,42 @@ from shoal_tp_styles.lowering import collective_functions as functions
 from shoal_tp_styles.lowering.shared_reduction import copy, gather_partial
 
 SIZES = (3, 0, 2, 1)  # six rows on four ranks
-Case = tuple[Callable[[Tensor, Comm], Tensor], Callable[[list[Tensor], int], Tensor]]
+
+
+@dataclass(frozen=True)
+class Move:
+    """A collective function, and what it gives.
+
+    Attributes:
+        run: of a rank's tensor.
+        expected: what a rank gets of the tensors of all ranks.
+    """
+
+    run: Callable[[Tensor, Comm], Tensor]
+    expected: Callable[[list[Tensor], int], Tensor]
 
 
 def added(tensors: list[Tensor]) -> Tensor:
     return torch.stack(tensors).sum(0)
 
 
-# What a rank gets of the inputs of all ranks.
-MOVES: dict[str, Case] = {
-    "reduce": (functions.reduce, lambda xs, _: added(xs)),
-    "scatter": (lambda x, c: functions.scatter(x, c, 0), lambda xs, r: added(xs).chunk(4)[r]),
-    "gather": (lambda x, c: functions.gather(x, c, 0), lambda xs, _: torch.cat(xs)),
-    "gather_partial": (lambda x, c: gather_partial(x, c, 0), lambda xs, _: torch.cat(xs)),
-    "split": (lambda x, c: functions.split(x, c, 0), lambda xs, r: xs[0].chunk(4)[r]),
-    "copy": (copy, lambda xs, _: xs[0]),
+MOVES: dict[str, Move] = {
+    "reduce": Move(functions.reduce, expected=lambda xs, rank: added(xs)),
+    "scatter": Move(
+        lambda x, comm: functions.scatter(x, comm, 0),
+        expected=lambda xs, rank: added(xs).chunk(4)[rank],
+    ),
+    "gather": Move(
+        lambda x, comm: functions.gather(x, comm, 0), expected=lambda xs, rank: torch.cat(xs)
+    ),
+    "gather_partial": Move(
+        lambda x, comm: gather_partial(x, comm, 0), expected=lambda xs, rank: torch.cat(xs)
+    ),
+    "split": Move(
+        lambda x, comm: functions.split(x, comm, 0),
+        expected=lambda xs, rank: xs[0].chunk(4)[rank],
+    ),
+    "copy": Move(copy, expected=lambda xs, rank: xs[0]),
 }
 REPLICATED_INPUT = ("split", "copy")
 # of the output: complete and equal on all ranks
@@ -50,12 +72,12 @@ def seeded(seed: int) -> Tensor:
 @pytest.mark.parametrize("name", MOVES)
 @on_ranks(4)
 def test_values_and_adjoint(name: str) -> None:
-    move, expected = MOVES[name]
+    move = MOVES[name]
     comm = all_ranks().comm(0)
     inputs = [seeded(0 if name in REPLICATED_INPUT else rank) for rank in range(4)]
     x = inputs[comm.rank].clone().requires_grad_()
-    out = move(x * 1, comm)
-    torch.testing.assert_close(out, expected(inputs, comm.rank))
+    out = move.run(x * 1, comm)
+    torch.testing.assert_close(out, move.expected(inputs, comm.rank))
     grad = torch.randn(
         out.shape,
         dtype=out.dtype,

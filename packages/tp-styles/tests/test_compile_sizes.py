@@ -270,10 +270,14 @@ def in_block(x: Tensor, target: Tensor, vocab: Vocab, mesh: DeviceMesh) -> Tenso
 
 
 Loss = Callable[[Tensor, Tensor, Vocab, DeviceMesh], Tensor]
+
+
+def flat_cross_entropy(x: Tensor, y: Tensor, v: Vocab, mesh: DeviceMesh) -> Tensor:
+    return losses.cross_entropy(x.flatten(0, 1), y.flatten(), vocab=v)
+
+
 LOSSES: dict[str, Loss] = {
-    "cross_entropy": lambda x, y, v, mesh: losses.cross_entropy(
-        x.flatten(0, 1), y.flatten(), vocab=v
-    ),
+    "cross_entropy": flat_cross_entropy,
     "nll_loss": lambda x, y, v, mesh: losses.nll_loss(x.flatten(0, 1), y.flatten(), vocab=v),
     "log_prob": lambda x, y, v, mesh: losses.log_prob(x, y, vocab=v),
     "log_softmax": lambda x, y, v, mesh: losses.log_softmax(x, vocab=v),

@@ -7,6 +7,7 @@ import gc
 import io
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -109,6 +110,22 @@ def with_tanh_between(first: nn.Module, second: nn.Module) -> nn.Module:
     return nn.Sequential(first, nn.Tanh(), second)
 
 
+def linears() -> nn.Module:
+    return with_tanh_between(nn.Linear(12, 7), nn.Linear(7, 12))
+
+
+def transposed_linears() -> nn.Module:
+    return with_tanh_between(Conv1D(12, 7), Conv1D(7, 12))
+
+
+def convolutions() -> nn.Module:
+    return with_tanh_between(nn.Conv1d(6, 7, 3, padding=1), nn.Conv1d(7, 6, 1))
+
+
+def convolutions_around_groups() -> nn.Module:
+    return nn.Sequential(nn.Conv1d(6, 15, 1), nn.GroupNorm(3, 15), nn.Conv1d(15, 6, 1))
+
+
 COLUMNS_ROWS: dict[str, Any] = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 
 
@@ -124,27 +141,27 @@ FUSED = {
 # Name -> how it is built, its plan; all take and give (4, 6, 12), and no width divides by the
 # ranks.
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
-    "linear": (lambda: with_tanh_between(nn.Linear(12, 7), nn.Linear(7, 12)), COLUMNS_ROWS),
+    "linear": (linears, COLUMNS_ROWS),
     "overlapped": (
-        lambda: with_tanh_between(nn.Linear(12, 7), nn.Linear(7, 12)),
+        linears,
         {"0": ColwiseParallel(), "2": RowwiseParallel().overlapped(2)},
     ),
-    "transposed": (lambda: with_tanh_between(Conv1D(12, 7), Conv1D(7, 12)), COLUMNS_ROWS),
+    "transposed": (transposed_linears, COLUMNS_ROWS),
     "convolution": (
-        lambda: with_tanh_between(nn.Conv1d(6, 7, 3, padding=1), nn.Conv1d(7, 6, 1)),
+        convolutions,
         COLUMNS_ROWS,
     ),
     "groups": (
-        lambda: nn.Sequential(nn.Conv1d(6, 15, 1), nn.GroupNorm(3, 15), nn.Conv1d(15, 6, 1)),
+        convolutions_around_groups,
         {
             "0": ColwiseParallel().aligned(5),
             "1": ChannelParallel(),
             "2": RowwiseParallel().aligned(5),
         },
     ),
-    "adapters": (lambda: with_tanh_between(nn.Linear(12, 7), nn.Linear(7, 12)), ADAPTERS),
-    "attention": (lambda: SelfAttention(12, 3), {"inner": HeadParallel()}),
-    "fused": (lambda: FusedGate(12, 7), FUSED),
+    "adapters": (linears, ADAPTERS),
+    "attention": (partial(SelfAttention, 12, 3), {"inner": HeadParallel()}),
+    "fused": (partial(FusedGate, 12, 7), FUSED),
 }
 
 

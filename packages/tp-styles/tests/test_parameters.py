@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -37,15 +38,16 @@ from shoal_tp_styles.modules import linear_product
 from small_models import MLP
 from tp_checks import global_value
 
+# the module, its style, and the shape of a rank's input
 KINDS: dict[str, tuple[Any, Any, tuple[int, ...]]] = {
-    "columns": (lambda: nn.Linear(8, 12), ColwiseParallel(), (3, 8)),
-    "rows": (lambda: nn.Linear(8, 12), RowwiseParallel(), (3, 2)),
-    "overlapped rows": (lambda: nn.Linear(8, 12), RowwiseParallel().overlapped(2), (4, 2)),
-    "packed columns": (lambda: nn.Linear(8, 24), PackedColwiseParallel(blocks=3), (3, 8)),
-    "vocabulary": (lambda: nn.Embedding(9, 8), RowwiseParallel(), ()),
-    "features": (lambda: nn.Embedding(9, 8), ColwiseParallel(), ()),
-    "norm": (lambda: nn.LayerNorm(8), SequenceParallel(use_local_output=True), (2, 3, 8)),
-    "convolution": (lambda: nn.Conv1d(8, 12, 3), ColwiseParallel(), (2, 8, 5)),
+    "columns": (partial(nn.Linear, 8, 12), ColwiseParallel(), (3, 8)),
+    "rows": (partial(nn.Linear, 8, 12), RowwiseParallel(), (3, 2)),
+    "overlapped rows": (partial(nn.Linear, 8, 12), RowwiseParallel().overlapped(2), (4, 2)),
+    "packed columns": (partial(nn.Linear, 8, 24), PackedColwiseParallel(blocks=3), (3, 8)),
+    "vocabulary": (partial(nn.Embedding, 9, 8), RowwiseParallel(), ()),
+    "features": (partial(nn.Embedding, 9, 8), ColwiseParallel(), ()),
+    "norm": (partial(nn.LayerNorm, 8), SequenceParallel(use_local_output=True), (2, 3, 8)),
+    "convolution": (partial(nn.Conv1d, 8, 12, 3), ColwiseParallel(), (2, 8, 5)),
 }
 
 

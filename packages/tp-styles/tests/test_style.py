@@ -26,6 +26,7 @@ from shoal_tp_styles import (
     ModuleSharding,
     OwnParameters,
     PackedColwiseParallel,
+    ParallelStyle,
     Port,
     PrepareModuleInput,
     PrepareModuleInputOutput,
@@ -260,19 +261,23 @@ def test_what_is_assigned_to_a_style_counts_for_later_modules() -> None:
     "wrong", ["Replicate", Replicate, 3, {"x": Shard(0)}, [Shard(0), "R"], torch.ones(2)], ids=str
 )
 def test_layouts_that_are_no_placements_are_refused_where_they_are_given(wrong: Any) -> None:
-    both: dict[str, Any] = {"output_layouts": Replicate(), "desired_output_layouts": Replicate()}
-    for make in (
-        lambda: ColwiseParallel(output_layouts=wrong),
-        lambda: RowwiseParallel(input_layouts=wrong),
-        lambda: HeadParallel(output_layouts=wrong),
-        lambda: PrepareModuleOutput(**both | {"desired_output_layouts": wrong}),
-        lambda: setattr(ColwiseParallel(), "input_layouts", wrong),
-        lambda: PrepareModuleInput(
-            input_kwarg_layouts={"x": wrong}, desired_input_kwarg_layouts={"x": Replicate()}
-        ),
-    ):
+    output: dict[str, Any] = {"output_layouts": Replicate(), "desired_output_layouts": wrong}
+    keywords: dict[str, Any] = {
+        "input_kwarg_layouts": {"x": wrong},
+        "desired_input_kwarg_layouts": {"x": Replicate()},
+    }
+    styles: list[tuple[type[ParallelStyle], dict[str, Any]]] = [
+        (ColwiseParallel, {"output_layouts": wrong}),
+        (RowwiseParallel, {"input_layouts": wrong}),
+        (HeadParallel, {"output_layouts": wrong}),
+        (PrepareModuleOutput, output),
+        (PrepareModuleInput, keywords),
+    ]
+    for style, options in styles:
         with pytest.raises(LayoutTypeError, match="must be a placement"):
-            make()
+            style(**options)
+    with pytest.raises(LayoutTypeError, match="must be a placement"):
+        ColwiseParallel().input_layouts = wrong
 
 
 def test_a_placement_of_torch_is_named() -> None:

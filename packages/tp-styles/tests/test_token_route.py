@@ -9,6 +9,7 @@ import torch
 
 from shoal_dtensor import Shard, StridedShard
 from shoal_mesh.testing import all_ranks, fake_world
+from shoal_tp_styles import Heads
 from shoal_tp_styles.experts.token_route import (
     ExpertExchange,
     counts_of,
@@ -16,7 +17,7 @@ from shoal_tp_styles.experts.token_route import (
     sorted_choices,
     within_capacity,
 )
-from shoal_tp_styles.sharding.module_sharding import ExpertOwner, Heads, HeadShard
+from shoal_tp_styles.sharding.module_sharding import ExpertOwner, HeadShard
 
 
 def route_of(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, list[int], list[int]]:

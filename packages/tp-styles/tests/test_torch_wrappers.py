@@ -85,20 +85,34 @@ def test_ddp_of_a_module_of_both_kinds_is_refused_when_it_is_made() -> None:
 SHARDED = r"shoal_data_parallel\.fully_shard"
 TENSORS = r"function of the same name of shoal_dtensor"
 PARALLELIZE = r"shoal_tp_styles\.parallelize_module"
+
+
+def shard_by_torch(mesh: Any) -> Any:
+    return torch_tensor.distribute_tensor(torch.ones(4), mesh["data"], [torch_tensor.Shard(0)])
+
+
+def replicate_by_torch(mesh: Any) -> Any:
+    return torch_tensor.distribute_tensor(
+        torch.ones(4), mesh["data"], [torch_tensor.Replicate()], src_data_rank=None
+    )
+
+
+def parallelize_by_torch(mesh: Any) -> Any:
+    return torch_parallel.parallelize_module(
+        model(), mesh["data"], {"0": torch_parallel.ColwiseParallel()}
+    )
+
+
 CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "fully_shard": (lambda mesh: torch_fully_shard(model(), mesh=mesh["data"]), SHARDED),
     "fully_shard on two axes": (lambda mesh: torch_fully_shard(model(), mesh=mesh), SHARDED),
     "replicate": (lambda mesh: torch_replicate(model(), mesh=mesh["data"]), SHARDED),
     "distribute_tensor": (
-        lambda mesh: torch_tensor.distribute_tensor(
-            torch.ones(4), mesh["data"], [torch_tensor.Shard(0)]
-        ),
+        shard_by_torch,
         TENSORS,
     ),
     "distribute_tensor, replicated": (
-        lambda mesh: torch_tensor.distribute_tensor(
-            torch.ones(4), mesh["data"], [torch_tensor.Replicate()], src_data_rank=None
-        ),
+        replicate_by_torch,
         TENSORS,
     ),
     "from_local": (
@@ -111,9 +125,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
         TENSORS,
     ),
     "parallelize_module": (
-        lambda mesh: torch_parallel.parallelize_module(
-            model(), mesh["data"], {"0": torch_parallel.ColwiseParallel()}
-        ),
+        parallelize_by_torch,
         PARALLELIZE,
     ),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,157 +72,199 @@ def linear() -> nn.Module:
     return nn.Linear(8, 8)
 
 
+def mixture_of_six() -> nn.Module:
+    return Mixture(PackedExperts(6), 6)
+
+
+def first_output_of(kind: Callable[..., nn.Module]) -> nn.Module:
+    """The first output of a recurrent module of two layers."""
+    return FirstOutput(kind(8, 8, num_layers=2))
+
+
 ROWS = Shard(-1)
 CASES: dict[str, Case] = {
     "columns": Case(linear, ColwiseParallel()),
     "columns gathered": Case(linear, ColwiseParallel(output_layouts=Replicate())),
     "columns to another dim": Case(linear, ColwiseParallel(output_layouts=Shard(0))),
-    "columns of a shard": Case(linear, ColwiseParallel(input_layouts=Shard(0)), Shard(0)),
+    "columns of a shard": Case(linear, ColwiseParallel(input_layouts=Shard(0)), layout=Shard(0)),
     "overlapped columns": Case(
-        linear, ColwiseParallel(input_layouts=Shard(0)).overlapped(2), Shard(0), (8, 8)
+        linear, ColwiseParallel(input_layouts=Shard(0)).overlapped(2), layout=Shard(0), input=(8, 8)
     ),
     "columns as DTensor": Case(
         linear, ColwiseParallel(output_layouts=Replicate(), use_local_output=False)
     ),
-    "rows": Case(linear, RowwiseParallel(), ROWS),
+    "rows": Case(linear, RowwiseParallel(), layout=ROWS),
     "rows of a replicated input": Case(linear, RowwiseParallel(input_layouts=Replicate())),
-    "rows scattered": Case(linear, RowwiseParallel(output_layouts=Shard(0)), ROWS),
+    "rows scattered": Case(linear, RowwiseParallel(output_layouts=Shard(0)), layout=ROWS),
     "rows scattered as DTensor": Case(
-        linear, RowwiseParallel(output_layouts=Shard(0), use_local_output=False), ROWS
+        linear, RowwiseParallel(output_layouts=Shard(0), use_local_output=False), layout=ROWS
     ),
-    "rows left partial": Case(linear, RowwiseParallel(output_layouts=Partial()), ROWS),
-    "overlapped rows": Case(linear, RowwiseParallel().overlapped(2), ROWS),
+    "rows left partial": Case(linear, RowwiseParallel(output_layouts=Partial()), layout=ROWS),
+    "overlapped rows": Case(linear, RowwiseParallel().overlapped(2), layout=ROWS),
     "overlapped rows, scattered": Case(
-        linear, RowwiseParallel(output_layouts=Shard(1)).overlapped(2), ROWS, (4, 4, 8)
+        linear, RowwiseParallel(output_layouts=Shard(1)).overlapped(2), layout=ROWS, input=(4, 4, 8)
     ),
     "transposed columns": Case(Conv1D, ColwiseParallel()),
-    "transposed rows": Case(Conv1D, RowwiseParallel(output_layouts=Shard(0)), ROWS),
-    "fused": Case(lambda: nn.Linear(8, 24), PackedColwiseParallel(blocks=3)),
+    "transposed rows": Case(Conv1D, RowwiseParallel(output_layouts=Shard(0)), layout=ROWS),
+    "fused": Case(partial(nn.Linear, 8, 24), PackedColwiseParallel(blocks=3)),
     "fused, replicated heads": Case(
-        lambda: nn.Linear(8, 16),
+        partial(nn.Linear, 8, 16),
         PackedColwiseParallel(blocks={"q": Heads(4, 2), "k": Heads(2, 2), "v": Heads(2, 2)}),
     ),
-    "heads of several ranks": Case(lambda: nn.Linear(8, 4), ColwiseParallel().heads(2, 2)),
+    "heads of several ranks": Case(partial(nn.Linear, 8, 4), ColwiseParallel().heads(2, 2)),
     "adapter columns": Case(linear, LoRA(base=ColwiseParallel(), rank=2)),
-    "adapter rows": Case(linear, LoRA(base=RowwiseParallel(output_layouts=Shard(0)), rank=2), ROWS),
+    "adapter rows": Case(
+        linear, LoRA(base=RowwiseParallel(output_layouts=Shard(0)), rank=2), layout=ROWS
+    ),
     "adapter rows, trained base": Case(
-        linear, LoRA(base=RowwiseParallel(output_layouts=Shard(0)), rank=2, train_base=True), ROWS
+        linear,
+        LoRA(base=RowwiseParallel(output_layouts=Shard(0)), rank=2, train_base=True),
+        layout=ROWS,
     ),
     "convolution columns": Case(
-        lambda: nn.Conv1d(8, 8, 1), ColwiseParallel(), Replicate(), (4, 8, 3)
+        partial(nn.Conv1d, 8, 8, 1), ColwiseParallel(), layout=Replicate(), input=(4, 8, 3)
     ),
-    "convolution rows": Case(lambda: nn.Conv1d(8, 8, 1), RowwiseParallel(), Shard(1), (4, 8, 3)),
+    "convolution rows": Case(
+        partial(nn.Conv1d, 8, 8, 1), RowwiseParallel(), layout=Shard(1), input=(4, 8, 3)
+    ),
     "convolution rows, scattered": Case(
-        lambda: nn.Conv1d(8, 8, 1), RowwiseParallel(output_layouts=Shard(0)), Shard(1), (4, 8, 3)
+        partial(nn.Conv1d, 8, 8, 1),
+        RowwiseParallel(output_layouts=Shard(0)),
+        layout=Shard(1),
+        input=(4, 8, 3),
     ),
     "transposed convolution columns": Case(
-        lambda: nn.ConvTranspose1d(8, 8, 2, stride=2), ColwiseParallel(), Replicate(), (4, 8, 3)
+        partial(nn.ConvTranspose1d, 8, 8, 2, stride=2),
+        ColwiseParallel(),
+        layout=Replicate(),
+        input=(4, 8, 3),
     ),
     "transposed convolution rows": Case(
-        lambda: nn.ConvTranspose1d(8, 8, 2, stride=2), RowwiseParallel(), Shard(1), (4, 8, 3)
+        partial(nn.ConvTranspose1d, 8, 8, 2, stride=2),
+        RowwiseParallel(),
+        layout=Shard(1),
+        input=(4, 8, 3),
     ),
     "groups of a convolution, gathered": Case(
-        lambda: nn.Conv1d(8, 8, 1, groups=4),
+        partial(nn.Conv1d, 8, 8, 1, groups=4),
         ColwiseParallel(output_layouts=Replicate()),
-        Replicate(),
-        (4, 8, 3),
+        layout=Replicate(),
+        input=(4, 8, 3),
     ),
     "groups of a convolution, by rows": Case(
-        lambda: nn.Conv1d(8, 8, 1, groups=8), RowwiseParallel(), Shard(1), (4, 8, 3)
+        partial(nn.Conv1d, 8, 8, 1, groups=8), RowwiseParallel(), layout=Shard(1), input=(4, 8, 3)
     ),
-    "depthwise": Case(lambda: nn.Conv1d(8, 8, 1, groups=8), ChannelParallel(), Shard(1), (4, 8, 3)),
-    "batch norm": Case(lambda: nn.BatchNorm1d(8), ChannelParallel(), Shard(1), (4, 8, 3)),
+    "depthwise": Case(
+        partial(nn.Conv1d, 8, 8, 1, groups=8), ChannelParallel(), layout=Shard(1), input=(4, 8, 3)
+    ),
+    "batch norm": Case(
+        partial(nn.BatchNorm1d, 8), ChannelParallel(), layout=Shard(1), input=(4, 8, 3)
+    ),
     "vocabulary": Case(
-        lambda: nn.Embedding(8, 8), RowwiseParallel(input_layouts=Replicate()), input=TOKENS
+        partial(nn.Embedding, 8, 8), RowwiseParallel(input_layouts=Replicate()), input=TOKENS
     ),
     "vocabulary, scattered": Case(
-        lambda: nn.Embedding(8, 8),
+        partial(nn.Embedding, 8, 8),
         RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
         input=TOKENS,
     ),
     "embedding of gathered tokens": Case(
-        lambda: nn.Embedding(8, 8), ColwiseParallel(input_layouts=Shard(0)), Shard(0), TOKENS
+        partial(nn.Embedding, 8, 8),
+        ColwiseParallel(input_layouts=Shard(0)),
+        layout=Shard(0),
+        input=TOKENS,
     ),
     "embedding features, gathered": Case(
-        lambda: nn.Embedding(8, 8), ColwiseParallel(output_layouts=Replicate()), input=TOKENS
+        partial(nn.Embedding, 8, 8), ColwiseParallel(output_layouts=Replicate()), input=TOKENS
     ),
     "bag of features": Case(
-        lambda: nn.EmbeddingBag(8, 8), ColwiseParallel(), input=TOKENS.view(2, 4)
+        partial(nn.EmbeddingBag, 8, 8), ColwiseParallel(), input=TOKENS.view(2, 4)
     ),
     "bag of a vocabulary": Case(
-        lambda: nn.EmbeddingBag(8, 8, mode="sum"),
+        partial(nn.EmbeddingBag, 8, 8, mode="sum"),
         RowwiseParallel(input_layouts=Replicate()),
         input=TOKENS.view(2, 4),
     ),
     **{
-        f"own bags, {type(style).__name__}": Case(Bags, style, Shard(0), TOKENS, "inner")
+        f"own bags, {type(style).__name__}": Case(
+            Bags, style, layout=Shard(0), input=TOKENS, path="inner"
+        )
         for style in (
             ColwiseParallel(input_layouts=Shard(0)),
             RowwiseParallel(input_layouts=Shard(0), output_layouts=Shard(0)),
         )
     },
     "experts of sharded tokens": Case(
-        lambda: Mixture(PackedExperts(6), 6), ExpertParallel(), Shard(0), path="experts"
+        mixture_of_six, ExpertParallel(), layout=Shard(0), path="experts"
     ),
     "experts of all tokens": Case(
-        lambda: Mixture(PackedExperts(6), 6),
+        mixture_of_six,
         ExpertParallel(input_layouts=Replicate()),
         path="experts",
     ),
-    "features of experts": Case(
-        lambda: Mixture(PackedExperts(6), 6), ExpertTensorParallel(), path="experts"
-    ),
+    "features of experts": Case(mixture_of_six, ExpertTensorParallel(), path="experts"),
     "identity expert": Case(nn.Identity, IdentityExpert()),
     "latent": Case(linear, LatentProjection(rotary=3)),
-    "own parameters": Case(lambda: Scale(8), OwnParameters(dims={"scale": 0}), ROWS),
+    "own parameters": Case(partial(Scale, 8), OwnParameters(dims={"scale": 0}), layout=ROWS),
     "norm": Case(
-        lambda: nn.LayerNorm(8), SequenceParallel(use_local_output=True), Shard(1), (2, 4, 8)
+        partial(nn.LayerNorm, 8),
+        SequenceParallel(use_local_output=True),
+        layout=Shard(1),
+        input=(2, 4, 8),
     ),
-    "groups": Case(lambda: nn.GroupNorm(4, 8), ChannelParallel(), Shard(1), (2, 8, 4)),
+    "groups": Case(
+        partial(nn.GroupNorm, 4, 8), ChannelParallel(), layout=Shard(1), input=(2, 8, 4)
+    ),
     "recurrent": Case(
-        lambda: nn.RNN(8, 8), SequenceParallel(use_local_output=True), Shard(1), (3, 4, 8)
+        partial(nn.RNN, 8, 8),
+        SequenceParallel(use_local_output=True),
+        layout=Shard(1),
+        input=(3, 4, 8),
     ),
     **{
         f"hidden units of {kind.__name__}": Case(
-            lambda kind=kind: FirstOutput(kind(8, 8, num_layers=2)),  # type: ignore[misc]  # a case
+            partial(first_output_of, kind),
             ColwiseParallel(output_layouts=Replicate()),
-            Replicate(),
-            (3, 4, 8),
-            "inner",
+            layout=Replicate(),
+            input=(3, 4, 8),
+            path="inner",
         )
         for kind in (nn.RNN, nn.LSTM, nn.GRU)
     },
     "dropout": Case(
-        lambda: nn.Dropout(0.5), SequenceParallel(use_local_output=True), Shard(1), (2, 4, 8)
+        partial(nn.Dropout, 0.5),
+        SequenceParallel(use_local_output=True),
+        layout=Shard(1),
+        input=(2, 4, 8),
     ),
     **{
         f"attention, weights {weights}, same {same}": Case(
-            lambda weights=weights, same=same: SelfAttention(  # type: ignore[misc]  # a case
-                weights=weights, same=same
-            ),
+            partial(SelfAttention, weights=weights, same=same),
             HeadParallel(),
-            Replicate(),
-            (2, 4, 8),
-            "inner",
+            layout=Replicate(),
+            input=(2, 4, 8),
+            path="inner",
         )
         for weights in (True, False)
         for same in (True, False)
     },
     "attention, scattered": Case(
-        lambda: SelfAttention(weights=False, same=True),
+        partial(SelfAttention, weights=False, same=True),
         HeadParallel(output_layouts=Shard(1)),
-        Replicate(),
-        (2, 4, 8),
-        "inner",
+        layout=Replicate(),
+        input=(2, 4, 8),
+        path="inner",
     ),
     **{
-        f"context, {method}": Case(Mixing, ContextParallel(method=method), Shard(1), (2, 8, 8))
+        f"context, {method}": Case(
+            Mixing, ContextParallel(method=method), layout=Shard(1), input=(2, 8, 8)
+        )
         for method in ("allgather", "ring", "ulysses")
     },
     "prepared input, gathered": Case(
         nn.Identity,
         PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate()),
-        Shard(0),
+        layout=Shard(0),
     ),
     "prepared input, sharded": Case(
         nn.Identity, PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(0))
@@ -236,6 +279,6 @@ CASES: dict[str, Case] = {
     "prepared output, resharded": Case(
         nn.Identity,
         PrepareModuleOutput(output_layouts=Shard(0), desired_output_layouts=Shard(1)),
-        Shard(0),
+        layout=Shard(0),
     ),
 }
