@@ -43,7 +43,7 @@ from shoal_tp_styles.internal import lowered_of
 VOCAB, WIDTH, HEADS, SEQUENCE, BATCH = 32, 32, 8, 16, 8
 
 
-class Attention(nn.Module):
+class AttentionWithoutKeyBias(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         # A bias of keys changes no score: its gradient is rounding alone, which Adam would magnify.
@@ -60,7 +60,7 @@ class Attention(nn.Module):
         return out
 
 
-class Model(nn.Module):
+class EveryInvariantLayer(nn.Module):
     """Every kind of layer that has an invariant form, with biases.
 
     A Linear and a norm are named by no plan.
@@ -72,7 +72,11 @@ class Model(nn.Module):
             nn.Embedding(VOCAB, WIDTH, padding_idx=3),
             nn.Linear(WIDTH, WIDTH),
         )
-        self.norm, self.attention, self.second = nn.LayerNorm(WIDTH), Attention(), nn.RMSNorm(WIDTH)
+        self.norm, self.attention, self.second = (
+            nn.LayerNorm(WIDTH),
+            AttentionWithoutKeyBias(),
+            nn.RMSNorm(WIDTH),
+        )
         self.up, self.drop, self.down = (
             nn.Linear(WIDTH, 4 * WIDTH),
             nn.Dropout(0.25),
@@ -115,7 +119,7 @@ def train(
 ) -> dict[str, Tensor]:
     """Losses, norms and weights of three steps."""
     torch.manual_seed(1)
-    model = parallelize_module(Model().to(dtype), mesh["tensor"], plan(sequence))
+    model = parallelize_module(EveryInvariantLayer().to(dtype), mesh["tensor"], plan(sequence))
     if sharded:
         for module in (model.attention, model):
             fully_shard(module, mesh["data"])
@@ -172,7 +176,7 @@ def test_a_request_does_not_depend_on_its_neighbours() -> None:
     with invariant_arithmetic(), torch.no_grad():
         torch.manual_seed(1)
         model = parallelize_module(
-            Model().eval(), init_device_mesh("cpu", (2,)), plan(sequence=False)
+            EveryInvariantLayer().eval(), init_device_mesh("cpu", (2,)), plan(sequence=False)
         )
         tokens = torch.randint(VOCAB, (5, 7))
         together = full_tensor(model(tokens))
@@ -273,7 +277,9 @@ def test_it_sends_what_the_ordinary_mode_sends() -> None:
     for mode in (nullcontext, invariant_arithmetic):
         with mode():
             model = parallelize_module(
-                Attention(), mesh, {"[qkv]": ColwiseParallel(), "o": RowwiseParallel()}
+                AttentionWithoutKeyBias(),
+                mesh,
+                {"[qkv]": ColwiseParallel(), "o": RowwiseParallel()},
             )
             x = torch.randn(2, 8, WIDTH, requires_grad=True) * 1
             with CommDebugMode() as counted:
@@ -286,7 +292,7 @@ def test_it_sends_what_the_ordinary_mode_sends() -> None:
 def test_preview_declares_what_the_mode_sends() -> None:
     mesh, tokens = init_device_mesh("cpu", (2,)), torch.zeros(4, 8, dtype=torch.long)
     with invariant_arithmetic():
-        model = Model()
+        model = EveryInvariantLayer()
         styles = plan(sequence=True)
         costs = preview(
             model, {name: styles[name] for name in styles if name != "stem"}, mesh, tokens
@@ -311,7 +317,7 @@ def test_forms_follow_the_mode() -> None:
         mesh = init_device_mesh("cpu", (4,))
         with invariant_arithmetic(4) as entered:
             assert current_arithmetic() is entered
-            model = parallelize_module(Model(), mesh, plan(sequence=True))
+            model = parallelize_module(EveryInvariantLayer(), mesh, plan(sequence=True))
             forms = {name: form_of(m) for name, m in model.named_modules() if "forward" in vars(m)}
             assert forms["up"] == "InvariantColumn"
             assert forms["second"] == "InvariantTokenwise"
@@ -326,7 +332,7 @@ def test_forms_follow_the_mode() -> None:
                 plain: Any = over_data(nn.Sequential(nn.Linear(8, 8)), mesh)
                 assert form_of(plain[0]) == "InvariantWhole"
         assert current_arithmetic() is None
-        outside = parallelize_module(Model(), mesh, plan(sequence=True))
+        outside = parallelize_module(EveryInvariantLayer(), mesh, plan(sequence=True))
         assert form_of(outside.up) == "ColumnLinear"
         with pytest.raises(StyleError, match="inside it"):
             model(torch.zeros(2, 8, dtype=torch.long))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
+from sequence_parallel_mlp import NormMLP
 from shoal_data_parallel import MixedPrecisionPolicy, fully_shard, replicate
 from shoal_dtensor import full_tensor
 from shoal_mesh import DeviceMesh, init_device_mesh
@@ -31,23 +32,9 @@ MICROBATCHES, BATCH, WIDTH = 4, 16, 16
 PLAN = {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = (
-            nn.LayerNorm(WIDTH),
-            nn.Linear(WIDTH, 2 * WIDTH),
-            nn.Linear(2 * WIDTH, WIDTH),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
-        return out
-
-
 def blocks(count: int) -> list[nn.Module]:
     torch.manual_seed(0)
-    return [nn.Sequential(Block()) for _ in range(count)]
+    return [nn.Sequential(NormMLP(2 * WIDTH)) for _ in range(count)]
 
 
 def loss_of(output: Tensor, target: Tensor) -> Tensor:
