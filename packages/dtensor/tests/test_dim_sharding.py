@@ -13,10 +13,10 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from shoal_dtensor import Partial, Placement, Replicate, Shard, StridedShard
 from shoal_dtensor.errors import ArgumentTypeError, PlacementError
 from shoal_dtensor.layout.dim_sharding import DimSharding, chunk_sizes, shard_dim
 from shoal_dtensor.layout.partition_spec import normalize_placements, resolved_layout
-from shoal_dtensor.layout.placements import Partial, Placement, Replicate, Shard, StridedShard
 
 MESH_SHAPES = st.lists(st.integers(1, 3), min_size=1, max_size=3)
 

@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from shoal_dtensor import DTensor, Partial, Replicate, Shard, Spec
+from shoal_dtensor import DTensor, Partial, Replicate, Shard, Spec, random_mode
 from shoal_dtensor.errors import ArgumentValueError, PlacementError
 from shoal_dtensor.layout.memory_order import walking_order
 from shoal_dtensor.rng import streams as cpu_stream
 from shoal_dtensor.rng.draw import draw
 from shoal_dtensor.rng.memory_walk import memory_walk_of, stretches
-from shoal_dtensor.rng.state import get_random_mode, random_mode
+from shoal_dtensor.rng.state import get_random_mode
 from shoal_dtensor.rng.streams import Fill
 from shoal_mesh import abstract_mesh, init_device_mesh
 from shoal_mesh.testing import fake_world

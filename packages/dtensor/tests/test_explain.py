@@ -10,8 +10,16 @@ from itertools import product
 import pytest
 import torch
 
-from shoal_dtensor import DTensor, Partial, PartitionSpec, Placement, Replicate, Shard, Spec
-from shoal_dtensor.api.explain import explain
+from shoal_dtensor import (
+    DTensor,
+    Partial,
+    PartitionSpec,
+    Placement,
+    Replicate,
+    Shard,
+    Spec,
+    explain,
+)
 from shoal_dtensor.errors import PlacementError
 from shoal_dtensor.redistribute.plan import plan
 from shoal_dtensor.redistribute.traffic import least_bytes, plan_traffic

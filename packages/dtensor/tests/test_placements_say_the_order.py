@@ -21,16 +21,16 @@ import shoal_dtensor
 from shoal_dtensor import (
     DTensor,
     PartitionSpec,
+    Placement,
     Replicate,
     Shard,
+    Spec,
     StridedShard,
     distribute_tensor,
     local_map,
 )
 from shoal_dtensor.errors import PlacementError
 from shoal_dtensor.interop import from_torch, to_torch
-from shoal_dtensor.layout.placements import Placement
-from shoal_dtensor.layout.spec import Spec
 from shoal_mesh import DeviceMesh, abstract_mesh, init_device_mesh
 from shoal_mesh.testing import on_ranks
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal_dtensor as sd
-from shoal_dtensor import DTensor, Replicate, Shard, full_tensor
-from shoal_dtensor.api.random import OffsetBasedRNGTracker, check_random_state
+from shoal_dtensor import DTensor, Replicate, Shard, check_random_state, full_tensor
+from shoal_dtensor.api.random import OffsetBasedRNGTracker
 from shoal_dtensor.errors import CommunicationForbiddenError, RandomStateError
 from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh, lockstep
 from shoal_mesh.testing import on_ranks

@@ -8,8 +8,8 @@ import sys
 import threading
 from textwrap import dedent
 
-from shoal_dtensor import random_mode
-from shoal_dtensor.rng.state import current_mode, set_random_mode
+from shoal_dtensor import random_mode, set_random_mode
+from shoal_dtensor.rng.state import current_mode
 from shoal_mesh.internal import ScopedValue
 
 
