@@ -9,6 +9,7 @@ Covers: dispatch/composites.py, _torch/operators.py.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -90,51 +91,53 @@ def test_parameters_broadcast_in_buckets() -> None:
             torch.testing.assert_close(weight.full_tensor(), FULL)
 
 
-REFUSED: dict[str, tuple[type[Exception], Callable[[DTensor, DTensor, DeviceMesh], object]]] = {
-    "other shards": (
-        PlacementError,
-        lambda x, p, mesh: dist.all_reduce(x, group=mesh.get_group("tp")),
-    ),
-    "the default group": (PlacementError, lambda x, p, mesh: dist.all_reduce(x)),
-    "broadcast of other shards": (PlacementError, lambda x, p, mesh: dist.broadcast(x, src=0)),
-    "sum of partial values": (
-        PlacementError,
-        lambda x, p, mesh: dist.all_reduce(p, group=mesh.get_group("tp")),
-    ),
-    "maximum of partial sums": (
-        PlacementError,
-        lambda x, p, mesh: dist.all_reduce(p, op=dist.ReduceOp.MAX, group=mesh.get_group("dp")),
-    ),
-    "gathered into plain tensors": (
-        NoRuleError,
-        lambda x, p, mesh: dist.all_gather(
-            [torch.empty(6, 2) for _ in range(2)], x, group=mesh.get_group("dp")
-        ),
-    ),
-    "gathered into one": (
-        NoRuleError,
-        lambda x, p, mesh: dist.all_gather_into_tensor(
-            torch.empty(12, 4), x, group=mesh.get_group("dp")
-        ),
-    ),
-    "scattered": (
-        NoRuleError,
-        lambda x, p, mesh: dist.reduce_scatter_tensor(
-            torch.empty(3, 4), x, group=mesh.get_group("dp")
-        ),
-    ),
-    "reduced to one rank": (NoRuleError, lambda x, p, mesh: dist.reduce(x, 0)),
-    "gathered functionally": (
-        NoRuleError,
-        lambda x, p, mesh: functional.all_gather_tensor(x, 0, mesh.get_group("dp")),
-    ),
-    "sent": (NoRuleError, lambda x, p, mesh: dist.send(x, (dist.get_rank() + 2) % 4)),
-    "with plain tensors": (
-        MixedTensorError,
-        lambda x, p, mesh: functional.all_reduce_coalesced(
-            [x, torch.ones(2)], "sum", mesh.get_group("dp")
-        ),
-    ),
+@dataclass(frozen=True)
+class RefusedOperands:
+    """What the refused calls get.
+
+    Attributes:
+        x: replicated over the axis dp, columns over the axis tp.
+        partial: replicated over the axis dp, a sum over the axis tp.
+        dp, tp: the groups of the axes.
+    """
+
+    x: DTensor
+    partial: DTensor
+    dp: dist.ProcessGroup
+    tp: dist.ProcessGroup
+
+
+def take_the_maximum_of_partial_sums(g: RefusedOperands) -> object:
+    return dist.all_reduce(g.partial, op=dist.ReduceOp.MAX, group=g.dp)
+
+
+def gather_into_plain_tensors(g: RefusedOperands) -> object:
+    return dist.all_gather([torch.empty(6, 2) for _ in range(2)], g.x, group=g.dp)
+
+
+def reduce_with_plain_tensors(g: RefusedOperands) -> object:
+    return functional.all_reduce_coalesced([g.x, torch.ones(2)], "sum", g.dp)
+
+
+OTHER_SHARDS: dict[str, Callable[[RefusedOperands], object]] = {
+    "other shards": lambda g: dist.all_reduce(g.x, group=g.tp),
+    "the default group": lambda g: dist.all_reduce(g.x),
+    "broadcast of other shards": lambda g: dist.broadcast(g.x, src=0),
+    "sum of partial values": lambda g: dist.all_reduce(g.partial, group=g.tp),
+    "maximum of partial sums": take_the_maximum_of_partial_sums,
+}
+WITHOUT_RULE: dict[str, Callable[[RefusedOperands], object]] = {
+    "gathered into plain tensors": gather_into_plain_tensors,
+    "gathered into one": lambda g: dist.all_gather_into_tensor(torch.empty(12, 4), g.x, group=g.dp),
+    "scattered": lambda g: dist.reduce_scatter_tensor(torch.empty(3, 4), g.x, group=g.dp),
+    "reduced to one rank": lambda g: dist.reduce(g.x, 0),
+    "gathered functionally": lambda g: functional.all_gather_tensor(g.x, 0, g.dp),
+    "sent": lambda g: dist.send(g.x, (dist.get_rank() + 2) % 4),
+}
+REFUSED: dict[str, tuple[type[Exception], Callable[[RefusedOperands], object]]] = {
+    **{name: (PlacementError, call) for name, call in OTHER_SHARDS.items()},
+    **{name: (NoRuleError, call) for name, call in WITHOUT_RULE.items()},
+    "with plain tensors": (MixedTensorError, reduce_with_plain_tensors),
 }
 
 
@@ -145,8 +148,9 @@ def test_what_is_not_a_collective_of_equal_shards_is_refused(name: str) -> None:
     error, call = REFUSED[name]
     x = distribute_tensor(FULL.clone(), mesh, [Replicate(), Shard(1)], src_data_rank=None)
     partial = DTensor.from_local(FULL.clone(), mesh, [Replicate(), Partial()])
+    operands = RefusedOperands(x, partial, dp=mesh.get_group("dp"), tp=mesh.get_group("tp"))
     with pytest.raises(error, match=r"got a DTensor|do not hold|which is partial|plain tensor"):
-        call(x, partial, mesh)
+        call(operands)
     torch.testing.assert_close(x.full_tensor(), FULL)
 
 
