@@ -43,6 +43,10 @@ def _image(mesh: DeviceMesh) -> DTensor:
     return distribute_tensor(torch.ones(2, 3, 8, 8), mesh, [Shard(2)], src_data_rank=None)
 
 
+def convolve_image(x: Any, p: Any) -> object:
+    return F.conv2d(_image(x.device_mesh), _image(x.device_mesh)[:, :, :3, :3], padding=1)
+
+
 # x: 8 x 8, sharded along dim 0; p: 8 x 8, a partial sum.
 COMMUNICATING: dict[str, Callable[[Any, Any], object]] = {
     "sort": lambda x, p: x.sort(0),
@@ -55,9 +59,7 @@ COMMUNICATING: dict[str, Callable[[Any, Any], object]] = {
     "roll": lambda x, p: x.roll(1, 0),
     "flip": lambda x, p: x.flip(0),
     "median": lambda x, p: x.median(0),
-    "conv2d": lambda x, p: F.conv2d(
-        _image(x.device_mesh), _image(x.device_mesh)[:, :, :3, :3], padding=1
-    ),
+    "conv2d": convolve_image,
     "max_pool2d": lambda x, p: F.max_pool2d(_image(x.device_mesh), 3, 1),
     "softmax": lambda x, p: x.softmax(0),
     "layer_norm": lambda x, p: F.layer_norm(x.t(), (8,)),
@@ -77,12 +79,18 @@ COMMUNICATING: dict[str, Callable[[Any, Any], object]] = {
     "write of a shard": lambda x, p: x.copy_(p),
     "first draw": lambda x, p: F.dropout(x),
 }
+
+
+def redistribute_backward(x: Any, p: Any) -> object:
+    return (
+        x.detach().requires_grad_().redistribute(placements=[Replicate()]).mul(2).sum().backward()
+    )
+
+
 ALLOWED: dict[str, Callable[[Any, Any], object]] = {
     "redistribute": lambda x, p: x.redistribute(placements=[Replicate()]),
     "full_tensor": lambda x, p: p.full_tensor(),
-    "redistribute, backward": lambda x, p: (
-        x.detach().requires_grad_().redistribute(placements=[Replicate()]).mul(2).sum().backward()
-    ),
+    "redistribute, backward": redistribute_backward,
     "collective of the mesh layer": lambda x, p: all_reduce(x.to_local(), (x.device_mesh, 0)),
     "elementwise": lambda x, p: (x * 2 + x).relu_().sum(1),
     "repr": lambda x, p: repr(p),

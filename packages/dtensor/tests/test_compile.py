@@ -63,20 +63,28 @@ def looking(x: Any, mesh: DeviceMesh) -> Any:
     return x * known if cut and (x * 2)._spec.even and x._spec.local_shape[0] else x
 
 
+def redistribute_on_own_mesh(x: Any, mesh: DeviceMesh) -> Any:
+    return (x + 1).redistribute((x * 2).device_mesh, [Shard(1)])
+
+
+def redistribute_in_other_dtypes(x: Any, mesh: DeviceMesh) -> Any:
+    return x.redistribute(
+        placements=[Replicate()], forward_dtype=torch.float64, backward_dtype=torch.float32
+    )
+
+
+def redistribute_asynchronously(x: Any, mesh: DeviceMesh) -> Any:
+    return x.redistribute(placements=[Replicate()], async_op=True) + 1
+
+
 ON_DTENSORS: dict[str, Function] = {
     "operators": lambda x, mesh: (x @ x.t()).relu(),
     "redistribute": lambda x, mesh: x.redistribute(placements=[Replicate()]) * 2,
     "redistribute on a mesh": lambda x, mesh: (x + 1).redistribute(mesh, [Shard(1)]),
-    "redistribute of a mesh asked for": lambda x, mesh: (x + 1).redistribute(
-        (x * 2).device_mesh, [Shard(1)]
-    ),
+    "redistribute of a mesh asked for": redistribute_on_own_mesh,
     "redistribute by dims": lambda x, mesh: x.redistribute(placements=PartitionSpec(None, "tp")),
-    "redistribute in other dtypes": lambda x, mesh: x.redistribute(
-        placements=[Replicate()], forward_dtype=torch.float64, backward_dtype=torch.float32
-    ),
-    "redistribute asynchronously": lambda x, mesh: (
-        x.redistribute(placements=[Replicate()], async_op=True) + 1
-    ),
+    "redistribute in other dtypes": redistribute_in_other_dtypes,
+    "redistribute asynchronously": redistribute_asynchronously,
     "to_local": lambda x, mesh: (x * 2).to_local(),
     "full_tensor": lambda x, mesh: (x * 2).full_tensor(),
     "gradient placements": lambda x, mesh: x.full_tensor(grad_placements=[Partial()]),
@@ -87,13 +95,17 @@ ON_DTENSORS: dict[str, Function] = {
     "random factories": lambda x, mesh: x + sd.rand(8, 4, device_mesh=mesh, placements=[Shard(0)]),
     "rows": lambda x, mesh: sum(row for row in x),
 }
+
+
+def from_local_of_a_shape(x: Any, mesh: DeviceMesh) -> Any:
+    return DTensor.from_local(x, mesh, [Shard(0)], shape=(8, 4), stride=(4, 1))
+
+
 ON_TENSORS: dict[str, Function] = {
     "crossing": crossing,
     "from_local": lambda x, mesh: DTensor.from_local(x, mesh, [Shard(0)]) * 2,
     "from_local by dims": lambda x, mesh: DTensor.from_local(x, mesh, PartitionSpec(None, "tp")),
-    "from_local of a shape": lambda x, mesh: DTensor.from_local(
-        x, mesh, [Shard(0)], shape=(8, 4), stride=(4, 1)
-    ),
+    "from_local of a shape": from_local_of_a_shape,
     "distribute_tensor": lambda x, mesh: sd.distribute_tensor(x.detach(), mesh, [Shard(0)]),
 }
 
@@ -190,6 +202,10 @@ def test_ranks_share_no_graphs_through_the_cache_on_disk(
             assert torch.equal(compiled.to_local(), program(x).to_local()), f"rank {rank}"
 
 
+def convolve_transposed(x: Any) -> Any:
+    return F.conv_transpose1d(x.t().unsqueeze(0), x.unsqueeze(-1).expand(5, 5, 3), padding=1)
+
+
 # some ranks have nothing to add, some get nothing, and the last has no rows
 UNLIKE: dict[str, Callable[..., Any]] = {
     "cumsum": lambda x: x.sum(1).cumsum(0),
@@ -201,9 +217,7 @@ UNLIKE: dict[str, Callable[..., Any]] = {
     "layer_norm": lambda x: F.layer_norm(x, (5, 5)),
     "linear": lambda x: F.linear(x, x, x[0]),
     "addmm": lambda x: torch.addmm(x, x, x),
-    "conv_transpose": lambda x: F.conv_transpose1d(
-        x.t().unsqueeze(0), x.unsqueeze(-1).expand(5, 5, 3), padding=1
-    ),
+    "conv_transpose": convolve_transposed,
     "copy": lambda x: _copied(x * 1),
     "norm": lambda x: F.gelu(x.clamp(-1, 1)) * x.clamp(-1, 1).norm(dim=0),
     "kron": lambda x: torch.kron(x, x),

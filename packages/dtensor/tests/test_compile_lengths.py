@@ -55,29 +55,31 @@ FEW: dict[str, Program] = {
     "split": lambda x, _: x.split(2, -1)[1],
     "views": lambda x, _: x.unsqueeze(0).view(-1, 8).view(2, -1, 8)[:, :, 2:6] * 2,
 }
-PROGRAMS: dict[str, Program] = (
-    FEW
-    | {
-        "broadcast": lambda x, _: x.unsqueeze(1).expand(-1, 3, -1) * torch.ones_like(x)[:, None],
-        "blocks of four": lambda x, _: x.redistribute(placements=[R]).unflatten(
-            0, (-1, 4)
-        ),  # its gradient has sizes too
-        "chunk": lambda x, _: x.chunk(2, -1)[1] + x[..., :4],
-        "concatenation": lambda x, _: torch.cat([x, torch.stack([x, x]).sum(0)], -1),
-        "dropout": lambda x, _: F.dropout(x, 0.5),
-        "embedding": lambda x, weight: (
-            F.embedding(x.detach().long().abs() % 7, weight(8, 6, placement=Shard(0))) * x.sum()
-        ),
-        "full": lambda x, _: (x * 2).mean(0).full_tensor(),
-        "norms": lambda x, weight: (
-            F.layer_norm(x, (8,), weight(8)) * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
-        ),
-        "product": lambda x, weight: (x @ weight(8, 6, placement=Shard(1))).relu() * x.shape[0],
-        "softmax of the sharded dim": lambda x, _: x.softmax(0),
-        "transposed": lambda x, _: x.t().redistribute(placements=[R]) + x.new_zeros(x.shape).t(),
-        "where": lambda x, _: torch.where(x > 0, x, 0.0),
-    }
-)
+
+
+def embed(x: Any, weight: Callable[..., Any]) -> Any:
+    return F.embedding(x.detach().long().abs() % 7, weight(8, 6, placement=Shard(0))) * x.sum()
+
+
+def normalize(x: Any, weight: Callable[..., Any]) -> Any:
+    return F.layer_norm(x, (8,), weight(8)) * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+PROGRAMS: dict[str, Program] = FEW | {
+    "broadcast": lambda x, _: x.unsqueeze(1).expand(-1, 3, -1) * torch.ones_like(x)[:, None],
+    # its gradient has sizes too
+    "blocks of four": lambda x, _: x.redistribute(placements=[R]).unflatten(0, (-1, 4)),
+    "chunk": lambda x, _: x.chunk(2, -1)[1] + x[..., :4],
+    "concatenation": lambda x, _: torch.cat([x, torch.stack([x, x]).sum(0)], -1),
+    "dropout": lambda x, _: F.dropout(x, 0.5),
+    "embedding": embed,
+    "full": lambda x, _: (x * 2).mean(0).full_tensor(),
+    "norms": normalize,
+    "product": lambda x, weight: (x @ weight(8, 6, placement=Shard(1))).relu() * x.shape[0],
+    "softmax of the sharded dim": lambda x, _: x.softmax(0),
+    "transposed": lambda x, _: x.t().redistribute(placements=[R]) + x.new_zeros(x.shape).t(),
+    "where": lambda x, _: torch.where(x > 0, x, 0.0),
+}
 
 
 def weights_of(mesh: DeviceMesh) -> Callable[..., Any]:
@@ -143,7 +145,7 @@ def test_two_graphs_for_all_lengths_of_all_programs(placement: Placement) -> Non
         assert graphs_for(program, mesh, placement, LENGTHS) == 2, name
 
 
-class Block(nn.Module):
+class FusedProjectionBlock(nn.Module):
     """A transformer block whose feed-forward is sharded by its weights' placements alone."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -169,7 +171,11 @@ class Block(nn.Module):
 def transformer() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Embedding(32, 16), Block(16, 4), Block(16, 4), nn.LayerNorm(16), nn.Linear(16, 32)
+        nn.Embedding(32, 16),
+        FusedProjectionBlock(16, 4),
+        FusedProjectionBlock(16, 4),
+        nn.LayerNorm(16),
+        nn.Linear(16, 32),
     ).double()
 
 

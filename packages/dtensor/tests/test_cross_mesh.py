@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -29,11 +30,11 @@ def half(which: int) -> DeviceMesh:
 
 
 PAIRS: dict[str, tuple[Callable[[], DeviceMesh], Callable[[], DeviceMesh]]] = {
-    "other grid": (lambda: abstract_mesh((2, 4)), lambda: abstract_mesh((4, 2))),
-    "fewer": (lambda: abstract_mesh((2, 4)), lambda: abstract_mesh((3,))),
-    "more": (lambda: abstract_mesh((3,)), lambda: abstract_mesh((2, 4))),
-    "disjoint": (lambda: half(0), lambda: half(1)),
-    "overlapping": (lambda: abstract_mesh((6,)), lambda: half(1)),
+    "other grid": (partial(abstract_mesh, (2, 4)), partial(abstract_mesh, (4, 2))),
+    "fewer": (partial(abstract_mesh, (2, 4)), partial(abstract_mesh, (3,))),
+    "more": (partial(abstract_mesh, (3,)), partial(abstract_mesh, (2, 4))),
+    "disjoint": (partial(half, 0), partial(half, 1)),
+    "overlapping": (partial(abstract_mesh, (6,)), partial(half, 1)),
 }
 
 

@@ -21,11 +21,14 @@ from shoal_dtensor import DTensor, Shard, clip_grad_norm_, distribute_tensor, fu
 from shoal_mesh import DeviceMesh, init_device_mesh
 from shoal_mesh.testing import on_ranks
 
+
+def make_from_checked_local(x: Any) -> Any:
+    return DTensor.from_local(x.to_local(), x.device_mesh, [Shard(0)], run_check=True)
+
+
 CALLS: dict[str, Callable[[Any], Any]] = {
     "a list as index": lambda x: x[[0, 3]],
-    "from_local with run_check": lambda x: DTensor.from_local(
-        x.to_local(), x.device_mesh, [Shard(0)], run_check=True
-    ),
+    "from_local with run_check": make_from_checked_local,
     "gather": lambda x: x.sort(0)[0].full_tensor(),
     "random numbers": lambda x: torch.rand_like(x) + torch.randint_like(x, 5),
     "norm of gradients": lambda x: clip_grad_norm_([_with_gradient(x)], 1.0),

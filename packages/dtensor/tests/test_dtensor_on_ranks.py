@@ -294,23 +294,27 @@ def test_plain_tensors_do_not_mix_silently() -> None:
         x + torch.ones(8, dtype=torch.float64)
 
 
+def with_other_gradients_on_ranks(x: torch.Tensor, mesh: DeviceMesh) -> Any:
+    return (
+        spread(x, mesh["tp"], [R]).to_local(grad_placements=[Partial()]).view(2, 2).mul(2).flatten()
+    )
+
+
+def shard_of_the_other_axis(x: torch.Tensor, mesh: DeviceMesh) -> Any:
+    return spread(x.detach().repeat(2).requires_grad_(), mesh["dp"], [S0]).to_local()
+
+
 # What a plain tensor of 4 elements is made of, on a mesh (dp, tp) -> whether its whole gradient
 # would be counted twice.
 HISTORIES: dict[str, tuple[Callable[[torch.Tensor, DeviceMesh], torch.Tensor], bool]] = {
     "a leaf": (lambda x, mesh: x, False),
     "a replicated DTensor": (lambda x, mesh: spread(x, mesh["tp"], [R]).to_local(), False),
     "one whose ranks do different things": (
-        lambda x, mesh: (
-            spread(x, mesh["tp"], [R])
-            .to_local(grad_placements=[Partial()])
-            .view(2, 2)
-            .mul(2)
-            .flatten()
-        ),
+        with_other_gradients_on_ranks,
         True,
     ),
     "shards on the other axis": (
-        lambda x, mesh: spread(x.detach().repeat(2).requires_grad_(), mesh["dp"], [S0]).to_local(),
+        shard_of_the_other_axis,
         False,
     ),
     "a copy that sums gradients": (

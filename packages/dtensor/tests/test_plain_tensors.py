@@ -42,6 +42,13 @@ from shoal_dtensor.rng.state import check_all_meshes_again
 from shoal_mesh import CommDebugMode, init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks
 
+
+def take_samples_in_a_composed_function(x: Tensor, one: Tensor) -> object:
+    return F.fractional_max_pool2d(
+        x.view(1, 1, 2, 2), 1, output_size=1, _random_samples=torch.rand(1, 1, 2)
+    )
+
+
 USERS: dict[str, Callable[[Tensor, Tensor], object]] = {
     "variable": lambda x, one: x + one,
     "temporary": lambda x, one: x + torch.ones(4),
@@ -64,9 +71,7 @@ USERS: dict[str, Callable[[Tensor, Tensor], object]] = {
     "matrix of a composed function": lambda x, one: torch.svd_lowrank(
         x.view(2, 2), M=torch.ones(2, 2)
     ),
-    "samples of a composed function": lambda x, one: F.fractional_max_pool2d(
-        x.view(1, 1, 2, 2), 1, output_size=1, _random_samples=torch.rand(1, 1, 2)
-    ),
+    "samples of a composed function": take_samples_in_a_composed_function,
 }
 
 
@@ -375,60 +380,51 @@ class Scaled(torch.autograd.Function):
 def _of_own(rank_only: float = 0.0) -> Tensor:
     """A plain tensor that differs between ranks; with `rank_only`, zero on all ranks but one."""
     rank = dist.get_rank()
-    return (
-        torch.full((8, 4), rank_only if rank == 1 else 0.0)
-        if rank_only
-        else torch.full((8, 4), rank + 1.0)
-    )
+    if rank_only:
+        return torch.full((8, 4), rank_only if rank == 1 else 0.0)
+    return torch.full((8, 4), rank + 1.0)
 
 
-BACKWARDS: dict[str, Callable[[Tensor], None]] = {
-    "hook": lambda x: _with_hook(x * 2, lambda grad: _of_own()).mul(x).sum().backward(),
-    "hook before a view": lambda x: (
-        _with_hook((x.t() * 1).t(), lambda grad: _of_own()).sum().backward()
-    ),
-    "hook on a leaf": lambda x: _with_hook(x, lambda grad: _of_own()).sum().backward(),
-    "hook behind from_local": lambda x: (
-        _with_hook(
-            DTensor.from_local(x.to_local(), x.device_mesh, [Shard(0)]),
-            lambda grad: _of_own(),
-        )
-        .sum()
-        .backward()
-    ),
-    "hook behind redistribute": lambda x: (
-        _with_hook(
-            x.redistribute(placements=[Replicate()]),
-            lambda grad: _of_own(),
-        )
-        .sum()
-        .backward()
-    ),
-    "function": lambda x: Scaled.apply(x * 1).sum().backward(),
-    "function on a leaf": lambda x: Scaled.apply(x).sum().backward(),
-    "first gradient": lambda x: x.mul(x).backward(_of_own()),
-    "first gradient of a view": lambda x: x.t().backward(_of_own().t()),
-    "hook of a node": lambda x: (
-        _with_node_hook(x.mul(x), lambda grads, outs: (_of_own(), grads[1])).sum().backward()
-    ),
-    "zero on all ranks but one": lambda x: (
-        _with_hook(x * 2, lambda grad: _of_own(1.0)).mul(x).sum().backward()
-    ),
-    "summed with another gradient": lambda x: (
-        (_with_hook(x * 2, lambda grad: _of_own()) + x.exp()).sum().backward()
-    ),
-}
-
-
-def _with_hook(x: Tensor, hook: Callable[[Tensor], Tensor]) -> Tensor:
+def with_hook(x: Tensor, hook: Callable[[Tensor], Tensor]) -> Tensor:
     x.register_hook(hook)
     return x
 
 
-def _with_node_hook(x: Tensor, hook: Callable[[Any, Any], Any]) -> Tensor:
+def with_own_gradient(x: Tensor, rank_only: float = 0.0) -> Tensor:
+    """The tensor, for whose gradient a hook gives `_of_own`."""
+    return with_hook(x, lambda grad: _of_own(rank_only))
+
+
+def with_own_gradient_of_a_node(x: Tensor) -> Tensor:
+    """The tensor, for whose first operand's gradient a hook gives `_of_own`."""
     assert x.grad_fn is not None
-    x.grad_fn.register_hook(hook)
+    x.grad_fn.register_hook(lambda grads, outs: (_of_own(), grads[1]))
     return x
+
+
+def backward_behind_from_local(x: Any) -> None:
+    shards = DTensor.from_local(x.to_local(), x.device_mesh, [Shard(0)])
+    with_own_gradient(shards).sum().backward()
+
+
+def backward_behind_redistribute(x: Any) -> None:
+    with_own_gradient(x.redistribute(placements=[Replicate()])).sum().backward()
+
+
+BACKWARDS: dict[str, Callable[[Any], None]] = {
+    "hook": lambda x: with_own_gradient(x * 2).mul(x).sum().backward(),
+    "hook before a view": lambda x: with_own_gradient((x.t() * 1).t()).sum().backward(),
+    "hook on a leaf": lambda x: with_own_gradient(x).sum().backward(),
+    "hook behind from_local": backward_behind_from_local,
+    "hook behind redistribute": backward_behind_redistribute,
+    "function": lambda x: Scaled.apply(x * 1).sum().backward(),
+    "function on a leaf": lambda x: Scaled.apply(x).sum().backward(),
+    "first gradient": lambda x: x.mul(x).backward(_of_own()),
+    "first gradient of a view": lambda x: x.t().backward(_of_own().t()),
+    "hook of a node": lambda x: with_own_gradient_of_a_node(x.mul(x)).sum().backward(),
+    "zero on all ranks but one": lambda x: with_own_gradient(x * 2, 1.0).mul(x).sum().backward(),
+    "summed with another gradient": lambda x: (with_own_gradient(x * 2) + x.exp()).sum().backward(),
+}
 
 
 @pytest.mark.parametrize("name", BACKWARDS)
@@ -447,7 +443,7 @@ def test_equal_plain_gradients_are_replicated() -> None:
     x = distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)], src_data_rank=None).requires_grad_()
     values = torch.arange(32.0).view(8, 4)
     for use in (
-        lambda: _with_hook(x * 2, lambda grad: values).mul(3).sum().backward(),
+        lambda: with_hook(x * 2, lambda grad: values).mul(3).sum().backward(),
         lambda: x.register_hook(lambda grad: values * 2),
         lambda: (x * 7).sum().backward(),
     ):

@@ -61,19 +61,23 @@ def of_both(program: Callable[[Any], Any], outer: Any, x: Tensor) -> Any:
     return program(outer) + x
 
 
+def operators(x: Tensor) -> Any:
+    return (of_rows(x) * 2).softmax(0).to_local(), of_rows(x).sum(0).full_tensor()
+
+
+def mapped(x: Tensor) -> Any:
+    doubled: Any = local_map(lambda part: part * 2, out_placements=[Shard(0)])(of_rows(x))
+    return doubled.full_tensor()
+
+
 PROGRAMS: dict[str, Callable[[Tensor], Any]] = {
     "gather": lambda x: of_rows(x).full_tensor(),
     "exchange": lambda x: of_rows(x).redistribute(placements=[Shard(1)]).to_local(),
     "partial": of_partial,
     "distribute_tensor": distributed,
     "gradient": gradient,
-    "operators": lambda x: (
-        (of_rows(x) * 2).softmax(0).to_local(),
-        of_rows(x).sum(0).full_tensor(),
-    ),
-    "local_map": lambda x: local_map(lambda a: a * 2, out_placements=[Shard(0)])(
-        of_rows(x)
-    ).full_tensor(),
+    "operators": operators,
+    "local_map": mapped,
 }
 
 

@@ -30,13 +30,30 @@ from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks
 
 MAP: Any = torch_map
+
+
+def loop_while(x: Any) -> Any:
+    def below_three(i: Any, _: Any) -> Any:
+        return i < 3
+
+    def add_one(i: Any, y: Any) -> Any:
+        return i + 1, y + 1
+
+    return while_loop(below_three, add_one, (torch.tensor(0), x))
+
+
+def scan_sums(x: Any) -> Any:
+    def add(carry: Any, y: Any) -> Any:
+        return carry + y, carry + y
+
+    return scan(add, x[0], x)
+
+
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "flex_attention": lambda x: flex_attention(x, x, x),
     "cond": lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)),
-    "while_loop": lambda x: while_loop(
-        lambda i, _: i < 3, lambda i, y: (i + 1, y + 1), (torch.tensor(0), x)
-    ),
-    "scan": lambda x: scan(lambda carry, y: (carry + y, carry + y), x[0], x),
+    "while_loop": loop_while,
+    "scan": scan_sums,
     "map": lambda x: MAP(torch.sin, x),
     "print": lambda x: torch.ops.higher_order.print("{}", x),
 }
@@ -102,12 +119,16 @@ def test_dtensors_of_torch_are_converted() -> None:
                 make(other, mesh, [Shard(0)])
 
 
+def narrow_to_jagged(x: Any) -> Any:
+    return torch.nested.narrow(
+        x, 1, torch.tensor([0, 1, 0, 0]), torch.tensor([1, 1, 1, 1]), layout=torch.jagged
+    )
+
+
 NESTED: dict[str, Callable[[Any], Any]] = {
     "from_jagged": lambda x: torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 1, 4])),
     "as_nested_tensor": lambda x: torch.nested.as_nested_tensor([x, x], layout=torch.jagged),
-    "narrow": lambda x: torch.nested.narrow(
-        x, 1, torch.tensor([0, 1, 0, 0]), torch.tensor([1, 1, 1, 1]), layout=torch.jagged
-    ),
+    "narrow": narrow_to_jagged,
 }
 
 

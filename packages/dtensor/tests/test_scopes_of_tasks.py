@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -36,17 +37,17 @@ from shoal_mesh.testing import fake_world
 MODE: Any = object()
 # a block, and whether its setting holds
 SCOPES: dict[str, tuple[Callable[[], AbstractContextManager[Any]], Callable[[], bool]]] = {
-    "unknown_ops": (lambda: unknown_ops("error"), lambda: current().unknown == "error"),
+    "unknown_ops": (partial(unknown_ops, "error"), lambda: current().unknown == "error"),
     "communication": (
-        lambda: communication("forbid"),
+        partial(communication, "forbid"),
         lambda: current().communication == "forbid",
     ),
     "implicit_replication": (implicit_replication, lambda: current().plain_is_replicated),
     "checked_replicas": (checked_replicas, lambda: current().replicas_checked),
-    "overlay": (lambda: overlay({}), lambda: len(current().overlays) > 0),
-    "random_mode": (lambda: random_mode("local"), lambda: get_random_mode() == "local"),
+    "overlay": (partial(overlay, {}), lambda: len(current().overlays) > 0),
+    "random_mode": (partial(random_mode, "local"), lambda: get_random_mode() == "local"),
     "coalesce": (coalesce, lambda: current_batch() is not None),
-    "arithmetic": (lambda: arithmetic(MODE), lambda: current_arithmetic() is MODE),
+    "arithmetic": (partial(arithmetic, MODE), lambda: current_arithmetic() is MODE),
 }
 
 

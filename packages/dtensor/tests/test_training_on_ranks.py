@@ -19,7 +19,7 @@ from shoal_mesh.testing import on_ranks
 WIDTH, HEADS, VOCABULARY = 16, 4, 31
 
 
-class Block(nn.Module):
+class SeparateProjectionBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm_1, self.norm_2 = nn.RMSNorm(WIDTH), nn.LayerNorm(WIDTH)
@@ -42,11 +42,11 @@ class Block(nn.Module):
         return x + y  # type: ignore[no-any-return]  # modules return Any
 
 
-class Model(nn.Module):
+class SmallLanguageModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList([Block(), Block()])
+        self.blocks = nn.ModuleList([SeparateProjectionBlock(), SeparateProjectionBlock()])
         self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -103,9 +103,9 @@ def train(
 @on_ranks(4)
 def test_training_equals_one_device(shape: tuple[int, ...], options: dict[str, bool]) -> None:
     torch.manual_seed(0)
-    alone = Model().double()
+    alone = SmallLanguageModel().double()
     torch.manual_seed(0)
-    model = Model().double()
+    model = SmallLanguageModel().double()
     ids = torch.randint(0, VOCABULARY, (4, 6), generator=torch.Generator().manual_seed(3))
     expected = train(alone, ids, ids.roll(1, 1), options)
 
