@@ -163,6 +163,30 @@ def _expects_more(alone: bool, comm: Comm) -> object:
     return all_reduce(torch.ones(1), comm)
 
 
+def _other_collective(alone: bool, comm: Comm) -> object:
+    return (all_gather if alone else all_reduce)(torch.ones(8), comm)
+
+
+def _other_dtype(alone: bool, comm: Comm) -> object:
+    return all_reduce(torch.ones(8).to(torch.float64 if alone else torch.int32), comm)
+
+
+def _other_reduction(alone: bool, comm: Comm) -> object:
+    return all_reduce(torch.ones(4), comm, "max" if alone else "sum")
+
+
+def _other_length_above_1_mib(alone: bool, comm: Comm) -> object:
+    return all_gather(torch.ones((1 << 20) + 4 * alone), comm, async_op=True).wait()
+
+
+def _other_length_by_gloo(alone: bool, comm: Comm) -> object:
+    return all_reduce(torch.ones(8 + 8 * alone, dtype=torch.int32), comm, "bor")
+
+
+def _other_shape(alone: bool, comm: Comm) -> object:
+    return all_gather(torch.ones(6 if alone else 4), comm)
+
+
 SHARED: dict[str, Fault] = {
     "is killed (SIGKILL)": _signal(signal.SIGKILL),
     "is stopped (SIGSTOP)": _signal(signal.SIGSTOP),
@@ -173,25 +197,15 @@ SHARED: dict[str, Fault] = {
     "is out of memory": _raising(MemoryError("12 GiB")),
     "is interrupted": _raising(KeyboardInterrupt()),
     "stays away": _stays_away,
-    "starts another collective": lambda alone, comm: (all_gather if alone else all_reduce)(
-        torch.ones(8), comm
-    ),
-    "has another dtype": lambda alone, comm: all_reduce(
-        torch.ones(8).to(torch.float64 if alone else torch.int32), comm
-    ),
-    "has another shape": lambda alone, comm: all_gather(torch.ones(6 if alone else 4), comm),
-    "has another reduction": lambda alone, comm: all_reduce(
-        torch.ones(4), comm, "max" if alone else "sum"
-    ),
+    "starts another collective": _other_collective,
+    "has another dtype": _other_dtype,
+    "has another shape": _other_shape,
+    "has another reduction": _other_reduction,
     "has another root": lambda alone, comm: broadcast(torch.ones(4), comm, 2 if alone else 0),
     "expects another number of elements": _expects_more,
-    "has another length above 1 MiB": lambda alone, comm: all_gather(
-        torch.ones((1 << 20) + 4 * alone), comm, async_op=True
-    ).wait(),
+    "has another length above 1 MiB": _other_length_above_1_mib,
     "has a small message, the others a large one": _large_and_small,
-    "has another length in a reduction that gloo does": lambda alone, comm: all_reduce(
-        torch.ones(8 + 8 * alone, dtype=torch.int32), comm, "bor"
-    ),
+    "has another length in a reduction that gloo does": _other_length_by_gloo,
     "passes another mesh shape": _mesh((3, 1), ("dp", "tp")),
     "passes another axis name": _mesh((3,), ("tp",)),
     "is killed before it makes a mesh": _in_mesh,
@@ -202,9 +216,7 @@ SHARED: dict[str, Fault] = {
     "has S(1) where the others have S(0), in lockstep": _other_sharding,
     "leaves the lockstep block": _leaves_lockstep,
     "raises in the lockstep block": _in_lockstep(_raising(ValueError("wrong data"))),
-    "gathers 6 elements, the others 4, in lockstep": _in_lockstep(
-        lambda alone, comm: all_gather(torch.ones(6 if alone else 4), comm)
-    ),
+    "gathers 6 elements, the others 4, in lockstep": _in_lockstep(_other_shape),
     "has another seed, in lockstep": _other_seed,
     "has other parameters after a step": _other_parameters,
 }

@@ -47,7 +47,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[Any]], torch.optim.Optimizer]] = {
 }
 
 
-class Model(nn.Module):
+class TiedWithUnevenLayers(nn.Module):
     """A tied table, a pair of linear layers whose sizes do not divide by 4, a norm and a buffer."""
 
     def __init__(self, seed: int) -> None:
@@ -64,8 +64,8 @@ class Model(nn.Module):
         return self.norm(self.down(torch.relu(self.up(x))))
 
 
-def sharded(seed: int, layout: str) -> Model:
-    model = Model(seed)
+def sharded(seed: int, layout: str) -> TiedWithUnevenLayers:
+    model = TiedWithUnevenLayers(seed)
     if layout == "styles":
         mesh = init_device_mesh("cpu", (4,))
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -81,7 +81,7 @@ def sharded(seed: int, layout: str) -> Model:
     return model
 
 
-def trained(model: Model, kind: str, steps: int = 2) -> torch.optim.Optimizer:
+def trained(model: TiedWithUnevenLayers, kind: str, steps: int = 2) -> torch.optim.Optimizer:
     """An optimizer of the model after steps with gradients that are the same for every layout."""
     optimizer = OPTIMIZERS[kind](model.parameters())
     for step in range(steps):
@@ -129,7 +129,7 @@ LAYOUTS = ["styles", "grid"]
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_full_state_dicts_are_those_of_one_device(layout: str, kind: str) -> None:
-    plain, model = Model(1), sharded(1, layout)
+    plain, model = TiedWithUnevenLayers(1), sharded(1, layout)
     plain_optimizer, optimizer = trained(plain, kind), trained(model, kind)
     expected = get_state_dict(plain, plain_optimizer)
     for options in (FULL, OFFLOADED):
@@ -161,7 +161,7 @@ def test_sharded_state_dicts_are_each_ranks_shards() -> None:
 @pytest.mark.parametrize("options", ["full", "broadcast", "sharded", "flat"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_state_dicts_load(layout: str, options: str, kind: str) -> None:
-    source, plain = sharded(1, layout), Model(1)
+    source, plain = sharded(1, layout), TiedWithUnevenLayers(1)
     source_optimizer, plain_optimizer = trained(source, kind), trained(plain, kind)
     chosen = {
         "full": FULL,
@@ -252,7 +252,7 @@ def test_wrong_options() -> None:
 def test_torchs_own_functions_gather_and_shard(layout: str) -> None:
     import torch.distributed.checkpoint.state_dict as torchs
 
-    plain, source, target = Model(1), sharded(1, layout), sharded(2, layout)
+    plain, source, target = TiedWithUnevenLayers(1), sharded(1, layout), sharded(2, layout)
     expected = torchs.get_state_dict(plain, trained(plain, "AdamW"))
     source_optimizer, optimizer = trained(source, "AdamW"), OPTIMIZERS["AdamW"](target.parameters())
     same(torchs.get_state_dict(source, source_optimizer, options=FULL), expected)

@@ -80,7 +80,7 @@ def test_styles_before_and_after(order: str) -> None:
     assert len(updates) == 4
 
 
-class Attention(nn.Module):
+class PackedAttentionAndGate(nn.Module):
     """Attention of a packed weight, and a packed gate."""
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ def test_fused_parameters_are_divided_run_by_run(tmp_path: Path) -> None:
         "gate": PackedColwiseParallel(blocks={"gate": 11, "up": 11}),
     }
     torch.manual_seed(0)
-    plain: Any = Attention().double()
+    plain: Any = PackedAttentionAndGate().double()
     x = torch.randn(4, 5, 8, dtype=torch.float64)
 
     def build() -> Any:
@@ -126,7 +126,7 @@ def test_fused_parameters_are_divided_run_by_run(tmp_path: Path) -> None:
     state = dict(zip(("model", "optimizer"), api.get_state_dict(model, optimizer), strict=True))
     dcp.save(state, checkpoint_id=paths[0])
     # resumed by one process, whose next step is the next step of the ranks
-    single: Any = Attention().double()
+    single: Any = PackedAttentionAndGate().double()
     single.load_state_dict(before)
     resumed = torch.optim.AdamW(single.parameters(), lr=0.1)
     target: Any = dict(

@@ -27,7 +27,7 @@ from shoal_tp_styles import (
 )
 
 
-class Block(nn.Module):
+class AttentionOfNamedBatch(nn.Module):
     """Attention with dropout of weights and outputs; its code names the size of the batch."""
 
     def __init__(self) -> None:
@@ -42,12 +42,12 @@ class Block(nn.Module):
         return x + self.drop(self.o(y.transpose(1, 2).reshape(b, t, -1)))
 
 
-class Model(nn.Module):
+class RecomputedBlockAndNoise(nn.Module):
     """Two blocks, the second recomputed in backward, and noise."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Block(), Block()])
+        self.blocks = nn.ModuleList([AttentionOfNamedBatch(), AttentionOfNamedBatch()])
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
         first, second = self.blocks
@@ -81,7 +81,7 @@ def same_gradients(model: Any, single: nn.Module) -> None:
 def test_dropout_over_a_batch_is_that_of_one_device(how: str, rows: tuple[int, ...]) -> None:
     data = init_device_mesh("cpu", (4,), mesh_dim_names=("data",))
     torch.manual_seed(0)
-    single = Model().double()
+    single = RecomputedBlockAndNoise().double()
     model = over_data(copy.deepcopy(single), how, data)
     mask = torch.ones(5, 5, dtype=torch.bool).tril()
     full = torch.randn(sum(rows), 5, 8, dtype=torch.double)
@@ -116,7 +116,7 @@ def test_dropout_over_a_batch_is_that_of_one_device(how: str, rows: tuple[int, .
 def test_dropout_over_a_batch_and_over_heads(how: str, shape: tuple[int, int]) -> None:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
     torch.manual_seed(0)
-    single = Model().double()
+    single = RecomputedBlockAndNoise().double()
     model = parallelize_module(copy.deepcopy(single), mesh["tensor"], STYLES)
     over_data(model, how, mesh["data"])
     full = torch.randn(4, 5, 8, dtype=torch.double)
@@ -134,7 +134,7 @@ def test_two_data_axes_take_rows_in_the_order_of_ranks(how: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("hosts", "data"))
     rank = torch.distributed.get_rank()
     torch.manual_seed(0)
-    single = Model().double()
+    single = RecomputedBlockAndNoise().double()
     model = over_data(copy.deepcopy(single), how, mesh)
     full = torch.randn(8, 5, 8, dtype=torch.double)
     torch.manual_seed(1)

@@ -31,7 +31,7 @@ from shoal_tp_styles import (
 WIDTH, WORDS = 16, 10
 
 
-class Model(nn.Module):
+class HiddenAndLogits(nn.Module):
     """Tokens, causal attention, norms and a vocabulary."""
 
     def __init__(self) -> None:
@@ -88,14 +88,14 @@ def on_mesh(
         plan |= {name: ColwiseParallel().on("tensor") for name in "qkv"} | {
             "o": RowwiseParallel().on("tensor")
         }
-    module: Any = parallelize_module(Model(), mesh, plan)
+    module: Any = parallelize_module(HiddenAndLogits(), mesh, plan)
     replicate(module, mesh["context"])
     # losses are divided by numbers of all positions
     module.set_gradient_divide_factor(1)
     return module, mesh
 
 
-def assert_same_gradients(module: Any, single: Model, expected: Tensor) -> None:
+def assert_same_gradients(module: Any, single: HiddenAndLogits, expected: Tensor) -> None:
     """Gradients of all parameters, and their norm."""
     theirs = dict(single.named_parameters())
     for name, param in module.named_parameters():
@@ -133,7 +133,7 @@ def on_one_device(single: nn.Module, tokens: Tensor, target: Tensor) -> tuple[Te
 @on_ranks(4)
 def test_a_mean_over_global_tokens(shape: tuple[int, int], kind: str, length: int) -> None:
     tokens, target = data(length)
-    single, layout = Model(), layout_of(kind, length, shape[0])
+    single, layout = HiddenAndLogits(), layout_of(kind, length, shape[0])
     expected, norm = on_one_device(single, tokens, target)
     module, mesh = on_mesh(shape, layout)
     rank = mesh.get_local_rank("context")
@@ -154,7 +154,7 @@ def test_a_fused_loss_of_a_sharded_vocabulary(
     shape: tuple[int, int], kind: str, length: int
 ) -> None:
     tokens, target = data(length)
-    single, layout = Model(), layout_of(kind, length, shape[0])
+    single, layout = HiddenAndLogits(), layout_of(kind, length, shape[0])
     expected, norm = on_one_device(single, tokens, target)
     module, mesh = on_mesh(shape, layout, {"head": ColwiseParallel().on("tensor")})
     rank = mesh.get_local_rank("context")

@@ -119,7 +119,7 @@ def test_no_read_in_a_backward_that_gives_all_gradients(kind: str) -> None:
     same_gradients(plain, model)
 
 
-class Branching(nn.Module):
+class OneOfThreeBranches(nn.Module):
     """Three branches: ranks take one of the first two, and nobody the third."""
 
     def __init__(self) -> None:
@@ -131,12 +131,12 @@ class Branching(nn.Module):
         return out
 
 
-class Branches(nn.Module):
+class LayersOfBranches(nn.Module):
     """Layers of branches."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Branching() for _ in range(2))
+        self.layers = nn.ModuleList(OneOfThreeBranches() for _ in range(2))
 
     def forward(self, x: Tensor, branch: int) -> Tensor:
         for layer in self.layers:
@@ -148,7 +148,7 @@ class Branches(nn.Module):
 @on_ranks(4)
 def test_one_read_at_the_end_where_a_gradient_is_missing(kind: str) -> None:
     mesh = mesh_of(4, 1)
-    plain, model = two_equal_models(Branches)
+    plain, model = two_equal_models(LayersOfBranches)
     if kind == "fully_shard":
         for layer in model.layers:
             fully_shard(layer, mesh["data"])

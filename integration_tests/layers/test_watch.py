@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -55,7 +57,7 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Between(nn.Module):
+class DrawBetweenProjections(nn.Module):
     """Two projections, and something that draws between them."""
 
     def __init__(self, draw: Callable[[Tensor], Tensor], hidden: int = 12) -> None:
@@ -88,7 +90,7 @@ def compare(model: nn.Module, plan: Any, x: Tensor) -> None:
 @pytest.mark.parametrize("kind", DRAWS)
 @pytest.mark.parametrize("hidden", [16, 8, 10])
 def test_draws_between_styles_are_those_of_one_device(kind: str, hidden: int) -> None:
-    model = Between(DRAWS[kind], hidden).double()
+    model = DrawBetweenProjections(DRAWS[kind], hidden).double()
     compare(
         model,
         {"up": ColwiseParallel().aligned(2), "down": RowwiseParallel().aligned(2)},
@@ -96,7 +98,7 @@ def test_draws_between_styles_are_those_of_one_device(kind: str, hidden: int) ->
     )
 
 
-class Recurrent(nn.Module):
+class RecurrentWithDropout(nn.Module):
     """A recurrent module, and dropout behind it."""
 
     def __init__(self, **options: Any) -> None:
@@ -111,38 +113,54 @@ def encoder(**options: Any) -> nn.Module:
     return nn.TransformerEncoderLayer(8, 4, 12, dropout=0.3, **options)
 
 
+@dataclass(frozen=True)
+class OtherOrder:
+    """A module that computes in memory that is not in the order of the dims.
+
+    Attributes:
+        make: the module.
+        plan: its plan.
+        shape: of its input.
+        memory_format: of its input.
+    """
+
+    make: Callable[[], nn.Module]
+    plan: Any
+    shape: tuple[int, ...]
+    memory_format: torch.memory_format = torch.contiguous_format
+
+
+def two_convolutions_with_dropout() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(4, 8, 1), nn.Dropout(0.4), nn.Conv2d(8, 4, 1), nn.Dropout(0.4))
+
+
 GATHERED = ColwiseParallel(output_layouts=Replicate())
-# What computes in memory that is not in the order of the dims: a module, a plan, and an input.
-IN_OTHER_ORDER: dict[str, tuple[Callable[[], nn.Module], Any, Callable[[], Tensor]]] = {
+ENCODER: Any = {
+    "self_attn": HeadParallel(),
+    "linear1": ColwiseParallel(),
+    "linear2": RowwiseParallel(),
+}
+IN_OTHER_ORDER: dict[str, OtherOrder] = {
     **{
-        f"encoder, {batch_first=}, {rows} rows": (
-            lambda batch_first=batch_first: encoder(batch_first=batch_first),  # type: ignore[misc]
-            {
-                "self_attn": HeadParallel(),
-                "linear1": ColwiseParallel(),
-                "linear2": RowwiseParallel(),
-            },
-            lambda rows=rows: torch.randn(rows, 5, 8),  # type: ignore[misc]  # a case
+        f"encoder, {batch_first=}, {rows} rows": OtherOrder(
+            partial(encoder, batch_first=batch_first), ENCODER, (rows, 5, 8)
         )
         for batch_first in (False, True)
         for rows in (1, 3)
     },
     **{
-        f"recurrent, {bidirectional=}": (
-            lambda bidirectional=bidirectional: Recurrent(
-                batch_first=True, bidirectional=bidirectional
-            ),  # type: ignore[misc]  # a case
+        f"recurrent, {bidirectional=}": OtherOrder(
+            partial(RecurrentWithDropout, batch_first=True, bidirectional=bidirectional),
             {"inner": GATHERED},
-            lambda: torch.randn(3, 4, 6),
+            (3, 4, 6),
         )
         for bidirectional in (False, True)
     },
-    "channels last": (
-        lambda: nn.Sequential(
-            nn.Conv2d(4, 8, 1), nn.Dropout(0.4), nn.Conv2d(8, 4, 1), nn.Dropout(0.4)
-        ),
+    "channels last": OtherOrder(
+        two_convolutions_with_dropout,
         {"0": GATHERED, "2": RowwiseParallel(input_layouts=Replicate())},
-        lambda: torch.randn(2, 4, 3, 3).contiguous(memory_format=torch.channels_last),
+        (2, 4, 3, 3),
+        torch.channels_last,
     ),
 }
 
@@ -150,11 +168,13 @@ IN_OTHER_ORDER: dict[str, tuple[Callable[[], nn.Module], Any, Callable[[], Tenso
 @on_ranks(4)
 @pytest.mark.parametrize("kind", IN_OTHER_ORDER)
 def test_draws_fill_memory_in_the_order_of_one_device(kind: str) -> None:
-    make, plan, draw = IN_OTHER_ORDER[kind]
-    compare(make().double(), plan, draw().double())
+    case = IN_OTHER_ORDER[kind]
+    module = case.make().double()
+    x = torch.randn(case.shape).contiguous(memory_format=case.memory_format)
+    compare(module, case.plan, x.double())
 
 
-class Scattered(nn.Module):
+class DropoutBehindAttention(nn.Module):
     """Attention, and dropout of its output."""
 
     def __init__(self) -> None:
@@ -168,7 +188,7 @@ class Scattered(nn.Module):
 @on_ranks(4)
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_draws_into_shards_of_what_is_in_another_order(dim: int) -> None:
-    model, x = Scattered().double(), torch.randn(4, 8, 8).double()
+    model, x = DropoutBehindAttention().double(), torch.randn(4, 8, 8).double()
     parallel = parallelize_module(
         copy.deepcopy(model), all_ranks(), {"inner": HeadParallel(output_layouts=Shard(dim))}
     )
@@ -197,7 +217,7 @@ def test_draws_where_each_rank_has_one_row() -> None:
     torch.testing.assert_close(parallel(x[row : row + 1]), expected[row : row + 1])
 
 
-class Attention(nn.Module):
+class DroppingAttention(nn.Module):
     """Attention with dropout of its weights and of its output."""
 
     def __init__(self, heads: int, kv_heads: int, by: str) -> None:
@@ -227,14 +247,14 @@ class Attention(nn.Module):
 @pytest.mark.parametrize("heads", [(4, 4), (8, 4), (8, 8), (6, 6)])
 @pytest.mark.parametrize("by", ["sdpa", "hand"])
 def test_attention_drops_as_on_one_device(heads: tuple[int, int], by: str) -> None:
-    model = Attention(*heads, by).double()
+    model = DroppingAttention(*heads, by).double()
     query, key = heads
     columns = {"q": ColwiseParallel().heads(query, 4), "[kv]": ColwiseParallel().heads(key, 4)}
     plan = {**columns, "o": RowwiseParallel().heads(query, 4)}
     compare(model, plan, torch.randn(3, 5, 8).double())
 
 
-class Sinks(Attention):
+class DroppingAttentionWithSinks(DroppingAttention):
     """Attention with a weight per head that the scores are compared with.
 
     A parameter holds them.
@@ -262,7 +282,7 @@ def test_shards_of_own_parameters_have_the_layout_of_the_parameter(heads: int) -
         "o": RowwiseParallel().heads(heads, 4),
         "": OwnParameters(dims={"sinks": 0}),
     }
-    compare(Sinks(heads).double(), plan, torch.randn(3, 5, 8).double())
+    compare(DroppingAttentionWithSinks(heads).double(), plan, torch.randn(3, 5, 8).double())
 
 
 class NormedHeads(nn.Module):
@@ -293,7 +313,7 @@ def test_norms_of_heads_keep_the_shards_of_heads(heads: int) -> None:
     )
 
 
-class Checkpointed(nn.Module):
+class RecomputedBlock(nn.Module):
     """A block whose forward is run again in backward."""
 
     def __init__(self, block: Any, how: str) -> None:
@@ -316,7 +336,7 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize("how", ["reentrant", "kept"])
 def test_recomputation_draws_again_what_the_forward_drew(how: str) -> None:
     for draw in (DRAWS["dropout"], nn.Dropout(0.4)):
-        model = Checkpointed(Between(draw), how).double()
+        model = RecomputedBlock(DrawBetweenProjections(draw), how).double()
         compare(
             model,
             {"block.up": ColwiseParallel(), "block.down": RowwiseParallel()},
@@ -324,14 +344,14 @@ def test_recomputation_draws_again_what_the_forward_drew(how: str) -> None:
         )
 
 
-class Residual(nn.Module):
+class DroppingStream(nn.Module):
     """A stream of activations that is sharded along the sequence, with dropout on it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.inner, self.drop = (
             nn.LayerNorm(6),
-            Between(DRAWS["dropout"]),
+            DrawBetweenProjections(DRAWS["dropout"]),
             nn.Dropout(0.3),
         )
 
@@ -356,7 +376,7 @@ SEQUENCE: dict[str, Any] = {
 
 @on_ranks(4)
 def test_dropout_along_the_sequence() -> None:
-    compare(Residual().double(), SEQUENCE, torch.randn(3, 8, 6).double())
+    compare(DroppingStream().double(), SEQUENCE, torch.randn(3, 8, 6).double())
 
 
 def batch(dim: int = 0) -> PrepareModuleInput:
@@ -371,7 +391,7 @@ class Folded(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = Between(DRAWS["dropout"])
+        self.inner = DrawBetweenProjections(DRAWS["dropout"])
 
     def forward(self, x: Tensor) -> Any:
         return self.inner(x.flatten(0, 1)).view(x.shape)
@@ -381,10 +401,10 @@ HEADS: Any = {"[qkv]": ColwiseParallel(), "o": RowwiseParallel()}
 INNER: Any = {"inner.up": ColwiseParallel(), "inner.down": RowwiseParallel()}
 # with the dim that the other axis shards
 BATCHED: dict[str, tuple[Callable[[], nn.Module], Any, int]] = {
-    "residual": (Residual, INNER, 0),
+    "residual": (DroppingStream, INNER, 0),
     "folded": (Folded, INNER, 1),
-    "attention": (lambda: Attention(4, 4, "sdpa"), HEADS, 0),
-    "grouped": (lambda: Attention(4, 2, "hand"), HEADS, 0),
+    "attention": (lambda: DroppingAttention(4, 4, "sdpa"), HEADS, 0),
+    "grouped": (lambda: DroppingAttention(4, 2, "hand"), HEADS, 0),
 }
 
 
@@ -396,7 +416,7 @@ def test_dropout_over_the_shards_of_a_batch(kind: str) -> None:
     single = make().double()
     parallel = parallelize_module(copy.deepcopy(single), mesh["tensor"], plan)
     parallelize_module(parallel, mesh["data"], batch(dim))
-    x = torch.randn(4, 6, 8 if isinstance(single, Attention) else 6).double()
+    x = torch.randn(4, 6, 8 if isinstance(single, DroppingAttention) else 6).double()
     own = mesh.get_local_rank("data")
     torch.manual_seed(3)
     expected = single(x)
@@ -404,7 +424,7 @@ def test_dropout_over_the_shards_of_a_batch(kind: str) -> None:
     torch.testing.assert_close(parallel(x.chunk(2, dim)[own]), expected.chunk(2, dim)[own])
 
 
-class Part(nn.Module):
+class DrawBehindProjection(nn.Module):
     """Part of a fused projection, of its features, or noise of explicit sizes."""
 
     def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
@@ -433,7 +453,7 @@ def _scripted(h: Tensor) -> Tensor:
 @pytest.mark.parametrize("kind", UNKNOWN)
 def test_draws_of_unknown_layout_are_refused(kind: str) -> None:
     draw, message = UNKNOWN[kind]
-    model = parallelize_module(Part(draw), all_ranks(), {"up": ColwiseParallel()})
+    model = parallelize_module(DrawBehindProjection(draw), all_ranks(), {"up": ColwiseParallel()})
     with pytest.raises(LayoutError, match=message):
         model(torch.randn(3, 5, 6))
     with random_mode("local"):
@@ -486,7 +506,7 @@ def test_an_asserted_type_is_the_layout_of_a_draw(spec: bool) -> None:
         return F.dropout(heads, 0.4).flatten(2)
 
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    compare(Between(draw, 16).double(), plan, torch.randn(3, 5, 6).double())
+    compare(DrawBetweenProjections(draw, 16).double(), plan, torch.randn(3, 5, 6).double())
 
 
 @on_ranks(4)
@@ -501,8 +521,8 @@ def test_plain_tensors_of_local_sizes_are_shards_only_if_asserted() -> None:
         return F.dropout(h * ones, 0.4)
 
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    compare(Between(asserted, 16).double(), plan, torch.randn(3, 5, 6).double())
-    model = parallelize_module(Between(scaled, 16), all_ranks(), plan)
+    compare(DrawBetweenProjections(asserted, 16).double(), plan, torch.randn(3, 5, 6).double())
+    model = parallelize_module(DrawBetweenProjections(scaled, 16), all_ranks(), plan)
     with pytest.raises(LayoutError, match=r"unknown: mul: .*assert_type"):
         model(torch.randn(3, 5, 6))
 
@@ -521,7 +541,9 @@ def test_asserted_types_that_do_not_fit_are_refused() -> None:
         (lambda h: F.dropout(assert_type(by_head(h), {axis: V})), LayoutError, "to be V over"),
     ]
     for draw, error, message in cases:
-        model = parallelize_module(Part(draw), all_ranks(), {"up": ColwiseParallel()})
+        model = parallelize_module(
+            DrawBehindProjection(draw), all_ranks(), {"up": ColwiseParallel()}
+        )
         with pytest.raises(error, match=message):
             model(torch.randn(3, 5, 6))
 
@@ -534,7 +556,7 @@ def test_a_type_is_asserted_over_all_axes_of_an_unknown_layout() -> None:
     def draw(h: Tensor) -> Tensor:
         return F.dropout(assert_type(by_head(h), types), 0.4).flatten(2)
 
-    single = Between(draw, 8).double()
+    single = DrawBetweenProjections(draw, 8).double()
     parallel = parallelize_module(
         copy.deepcopy(single),
         mesh["tensor"],
@@ -555,14 +577,14 @@ def test_a_type_is_asserted_over_all_axes_of_an_unknown_layout() -> None:
 @on_ranks(2)
 def test_checkpointed_functions_that_draw_are_refused() -> None:
     for how in ("reentrant function", "kept function"):
-        model = Checkpointed(Between(DRAWS["dropout"]), how)
+        model = RecomputedBlock(DrawBetweenProjections(DRAWS["dropout"]), how)
         plan = {"block.up": ColwiseParallel(), "block.down": RowwiseParallel()}
         parallel = parallelize_module(model, all_ranks(), plan)
         with pytest.raises(LayoutError, match="checkpoint"):
             parallel(torch.randn(3, 5, 6).requires_grad_())
 
 
-class Fused(nn.Module):
+class DroppingGate(nn.Module):
     """A gated projection whose two blocks drop on their own.
 
     Dropout without a style beside them is run again.
@@ -581,7 +603,7 @@ class Fused(nn.Module):
 @on_ranks(4)
 def test_blocks_of_a_fused_projection_drop_as_on_one_device() -> None:
     plan = {"up": PackedColwiseParallel(blocks=2), "down": RowwiseParallel()}
-    compare(Fused().double(), plan, torch.randn(3, 5, 6).double())
+    compare(DroppingGate().double(), plan, torch.randn(3, 5, 6).double())
 
 
 @on_ranks(2)
