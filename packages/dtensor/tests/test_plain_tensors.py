@@ -155,6 +155,10 @@ def test_torchs_own_tensors_are_replicated() -> None:
         torch.testing.assert_close(x.grad.full_tensor(), y.grad)
 
 
+def unravel_positions(t: Any) -> Any:
+    return t.sum() + torch.stack(torch.unravel_index(t.argsort(0), (4, 5))).sum()
+
+
 COMPOSED: dict[str, Callable[[Tensor], Tensor]] = {
     "fractional_max_pool2d": lambda t: F.fractional_max_pool2d(
         t.view(1, 2, 6, 5), 2, output_size=3
@@ -162,9 +166,7 @@ COMPOSED: dict[str, Callable[[Tensor], Tensor]] = {
     "svd_lowrank": lambda t: torch.svd_lowrank(t, 2)[1],
     "pca_lowrank": lambda t: torch.pca_lowrank(t, 2)[1],
     "masked.var": lambda t: torch.masked.var(t, 1, mask=t > -9),
-    "unravel_index": lambda t: (
-        t.sum() + torch.stack(torch.unravel_index(t.argsort(0), (4, 5))).sum()
-    ),
+    "unravel_index": unravel_positions,
     "embedding_bag": lambda t: F.embedding_bag(t.detach().abs().long().clamp(0, 3), t),
 }
 
@@ -227,6 +229,10 @@ def test_a_sparse_result_is_plain() -> None:
         torch.testing.assert_close(grad.full_tensor(), 2 * values)
 
 
+def cross_entropy_with_positive_weights(t: Any) -> Any:
+    return F.binary_cross_entropy_with_logits(t, t.sigmoid(), pos_weight=t[0].exp())
+
+
 WATCHED: dict[str, Callable[[Tensor], Tensor]] = {
     **{name: COMPOSED[name] for name in COMPOSED if name != "embedding_bag"},
     "one_hot": lambda t: F.one_hot(t.argsort(0), 13),
@@ -234,9 +240,7 @@ WATCHED: dict[str, Callable[[Tensor], Tensor]] = {
     "combinations": lambda t: torch.combinations(t[:, 0], 2),
     "quantile": lambda t: torch.quantile(t, 0.3),
     "mvlgamma": lambda t: torch.mvlgamma(t + 9, 2),
-    "binary_cross_entropy_with_logits": lambda t: F.binary_cross_entropy_with_logits(
-        t, t.sigmoid(), pos_weight=t[0].exp()
-    ),
+    "binary_cross_entropy_with_logits": cross_entropy_with_positive_weights,
 }
 
 

@@ -74,11 +74,15 @@ OPS: dict[str, Op] = {
     "transposed rand_like": lambda x, g: torch.rand_like(x.transpose(0, -1)),
     "out=": lambda x, g: aten.normal.out(x, 0.0, 1.0, generator=g, out=torch.empty_like(x)),
 }
+
+
+def multinomial_with_replacement(x: Any, g: Any) -> Any:
+    return torch.multinomial(x.abs(), 9, replacement=True, generator=g)
+
+
 MATRIX_OPS: dict[str, Op] = {
     "multinomial": lambda x, g: torch.multinomial(x.abs(), 2, generator=g),
-    "multinomial with replacement": lambda x, g: torch.multinomial(
-        x.abs(), 9, replacement=True, generator=g
-    ),
+    "multinomial with replacement": multinomial_with_replacement,
     "multinomial of one": lambda x, g: torch.multinomial(x.abs(), 1, generator=g),
     "feature_dropout": lambda x, g: F.feature_alpha_dropout(x, 0.4, training=True),
 }

@@ -162,6 +162,28 @@ def test_outputs_without_a_gradient_count_as_zero() -> None:
 # --- assignment with every kind of index ----------------------------------------------------------
 
 Index = Callable[[Callable[[Tensor], Any]], tuple[Any, Any]]
+
+
+def assign_by_two_tensors(p: Callable[[Any], Any]) -> tuple[Any, Any]:
+    index = p(torch.tensor([7, 0, 3])), p(torch.tensor([1, -1, 2]))
+    return index, p(sample(3))
+
+
+def assign_by_a_grid(p: Callable[[Any], Any]) -> tuple[Any, Any]:
+    index = p(torch.tensor([[7], [0]])), p(torch.tensor([1, 2]))
+    return index, p(sample(2, 2))
+
+
+def assign_by_a_mask(p: Callable[[Any], Any]) -> tuple[Any, Any]:
+    mask = sample(8, 6) > 0
+    return p(mask), p(sample(int(mask.sum())))
+
+
+def assign_by_a_mask_of_rows(p: Callable[[Any], Any]) -> tuple[Any, Any]:
+    mask = sample(8) > 0
+    return p(mask), p(sample(int(mask.sum()), 6))
+
+
 ASSIGNMENTS: dict[str, Index] = {
     "number": lambda p: (0, 1.0),
     "negative number": lambda p: (-2, p(sample(6))),
@@ -175,24 +197,15 @@ ASSIGNMENTS: dict[str, Index] = {
     "everything": lambda p: (..., p(sample(8, 6))),
     "tensor": lambda p: (p(torch.tensor([7, 0, 3])), p(sample(3, 6))),
     "tensor of columns": lambda p: ((slice(None), p(torch.tensor([5, 0]))), p(sample(8, 2))),
-    "two tensors": lambda p: (
-        (p(torch.tensor([7, 0, 3])), p(torch.tensor([1, -1, 2]))),
-        p(sample(3)),
-    ),
-    "tensor grid": lambda p: (
-        (p(torch.tensor([[7], [0]])), p(torch.tensor([1, 2]))),
-        p(sample(2, 2)),
-    ),
+    "two tensors": assign_by_two_tensors,
+    "tensor grid": assign_by_a_grid,
     "number and tensor": lambda p: ((2, p(torch.tensor([1, -1, 2]))), 4.0),
     "slice and tensor": lambda p: ((slice(1, 7), p(torch.tensor([1, 5]))), 4.0),
     "list": lambda p: ([0, 2], 5.0),
     "mask": lambda p: (p(sample(8, 6) > 0), 1.0),
     "mask of rows": lambda p: (p(sample(8) > 0), p(sample(6))),
-    "mask with values": lambda p: (p(sample(8, 6) > 0), p(sample(int((sample(8, 6) > 0).sum())))),
-    "mask of rows with values": lambda p: (
-        p(sample(8) > 0),
-        p(sample(int((sample(8) > 0).sum()), 6)),
-    ),
+    "mask with values": assign_by_a_mask,
+    "mask of rows with values": assign_by_a_mask_of_rows,
 }
 
 
