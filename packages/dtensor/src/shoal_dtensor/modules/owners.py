@@ -30,7 +30,7 @@ Item = TypeVar("Item")
 
 @lru_cache(maxsize=1024)
 def with_methods(base: Any, cls: Any) -> Any:
-    """Return a class with the methods of `base` and `cls`, under the name of `kind`.
+    """Return a class with the methods of `base` and `cls`, under the name of `cls`.
 
     `cls` is the class of the user, and checkpoints and libraries look for its name.
     """
