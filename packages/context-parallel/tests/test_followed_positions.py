@@ -143,6 +143,26 @@ def test_positions_from_zero_that_are_right_on_rank_0_alone() -> None:
                 functional.scaled_dot_product_attention(heads, heads, heads)
 
 
+def test_one_row_on_a_rank_does_not_show_its_dim() -> None:
+    given = Inputs.sample(4)
+    with (
+        fake_world(2),
+        context_parallel(
+            init_device_mesh("cpu", (2,)),
+            buffers=given.buffers,
+            buffer_seq_dims=given.dims,
+            layout="contiguous",
+        ),
+    ):
+        # Two positions on each rank -> each second one is one position, (BATCH, 1, WIDTH).
+        row = given.x[:, ::2]
+        # After the reshape dim 1 holds features, so softmax does not mix positions.
+        softmax = row.reshape(BATCH, WIDTH).softmax(-1)
+        sums = row.sum(-1).reshape(-1)
+        assert softmax.shape == (BATCH, WIDTH)
+        assert sums.shape == (BATCH,)
+
+
 def test_blocks_of_positions_that_ranks_do_not_hold_whole() -> None:
     def rows_of_four(given: Inputs) -> Tensor:
         return given.x.reshape(BATCH, -1, 4 * WIDTH).softmax(-1)

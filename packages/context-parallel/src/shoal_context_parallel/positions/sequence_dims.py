@@ -86,7 +86,8 @@ def reshape_layout(spec: Spec, local: Sequence[int], layout: SequenceLayout) -> 
     held = sequence_dim(spec)
     if held is None:
         return spec.with_(shape=tuple(local))
-    if 0 in local:
+    if 0 in local or min(held.sizes) < 2:
+        # All sizes fit a tensor without elements. One row of a rank fits each dim of size 1.
         raise UnknownReshapeError
     # Example: (2, 4, 6) on this rank, dim 1 has 4 positions -> a row (one position) is 6 elements,
     # and a block (the positions of a batch row) is 24.
@@ -120,9 +121,10 @@ def reshape_layout(spec: Spec, local: Sequence[int], layout: SequenceLayout) -> 
 
 
 def _dim_of_blocks(shape: Sequence[int], block: int) -> int:
-    """Return the dim in which blocks of so many elements, at least two rows, follow one another.
+    """Return the dim in which blocks of so many elements follow one another.
 
-    A row of this dim is smaller than a block, and the whole dim has at least one block.
+    A row of this dim is smaller than a block, and the whole dim has at least one block. Exactly one
+    dim is like this, because a block has at least two elements.
     """
     # Example: blocks of 24 elements in (2, 4, 6) -> dim 1, with rows of 6, and 24 in all.
     dims = []
@@ -130,7 +132,7 @@ def _dim_of_blocks(shape: Sequence[int], block: int) -> int:
         row = prod(shape[dim + 1 :])
         if row < block <= row * shape[dim]:
             dims.append(dim)
-    assert len(dims) == 1, "a block of at least two positions begins in one dim"
+    assert len(dims) == 1, "a block of at least two elements begins in one dim"
     return dims[0]
 
 
