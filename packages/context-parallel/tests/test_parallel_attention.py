@@ -96,6 +96,21 @@ def test_a_mask_of_the_user_has_this_ranks_rows(method: str) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("method", ["allgather", "ring"])
+def test_a_query_that_reads_no_key_has_neither_output_nor_gradient(method: str) -> None:
+    # The log-sum of such a query is -inf, and -inf - -inf would be NaN in its softmax.
+    reads = torch.ones(10, 10, dtype=torch.bool)
+    reads[3] = False
+    # all keys of rank 0, and none of rank 1
+    reads[7, 5:] = False
+    layout = SequenceLayout.contiguous(10, 2)
+    for width in (8, 5):  # with 5 plain operators
+        whole = sample(10, reads, value_width=width)
+        mask = layout.shard(reads, 0, get_rank())
+        assert_as_one_device(whole, layout, attn_mask=mask, method=method)
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_scores_are_multiplied_by_the_scale(method: str) -> None:
     layout = SequenceLayout.head_tail(10, 2)
