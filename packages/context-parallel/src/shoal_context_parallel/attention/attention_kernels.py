@@ -1,9 +1,12 @@
 """Kernels of attention, and attention of some queries to some keys (a tile).
 
-Queries are (n, group, length, width) and keys (n, 1, length, width): n counts batch rows times
-heads of keys, and `group` query heads share a head of keys. The kernel is one of torch's kernels
-that return log-sums, if the device has one for these tensors. Otherwise plain operators compute the
-same results, for some queries at a time.
+Tensors are folded to four dims: queries are (n, group, length, width) and keys (n, 1, length,
+width). n is the number of batch rows times the number of heads of keys, and `group` query heads
+share a head of keys. Example: 3 batch rows, 8 query heads and 2 heads of keys -> n is 3 * 2 = 6,
+and a group is 8 / 2 = 4 query heads.
+
+The kernel is one of torch's kernels that return log-sums, if the device has one for these tensors.
+Otherwise plain operators compute the same results, for some queries at a time.
 
 May import: tiles.
 """
@@ -87,18 +90,40 @@ def plain_attention(
     return torch.cat(outs, -2), torch.cat(log_sums, -1)
 
 
-def plain_attention_backward(*tensors: Tensor, causal: bool, mask: Mask, scale: float) -> Gradients:
+def plain_attention_backward(  # noqa: PLR0913  # inputs of the gradient of attention
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    mask: Mask,
+    scale: float,
+) -> Gradients:
     """Compute the gradients of `plain_attention`: `exp(scores - lse)` is the softmax of a row.
 
-    The tensors are the gradient of the output, q, k, v, the output, and the log-sums.
+    Args:
+        grad: the gradient of the output.
+        q: the queries.
+        k: keys; they may be a part of the keys that the queries read.
+        v: the values of these keys.
+        out: the output of the queries over all keys.
+        lse: the log-sums of the queries over all keys. They are finite: 0 instead of -inf for a
+            query that reads no key, whose softmax is then exp(-inf - 0) = 0.
+        causal: as in the forward.
+        mask: as in the forward.
+        scale: as in the forward.
     """
-    grad, q, k, v, out, lse = tensors
     dq = torch.empty_like(q)
     dk = torch.zeros_like(k)
     dv = torch.zeros_like(v)
-    # The gradient of the scores is softmax * (dsoftmax - sum(softmax * dsoftmax)), where the sum is
-    # over all keys. It equals the sum of grad * out over the width, so it is known here, although
-    # `k` may be a part of the keys.
+    # The gradient of the scores is
+    #     dscores = softmax * (dsoftmax - delta), with delta = sum over all keys of
+    #     softmax * dsoftmax.
+    # `k` may be a part of the keys, so this sum cannot be computed here. But dsoftmax = grad @ v^T
+    # and out = softmax @ v, therefore delta is also the sum of grad * out over the width.
     delta = (grad * out).sum(-1, keepdim=True)
     for rows, scores in _scores(q, k, causal, mask, scale=scale):
         row_grad = grad[..., rows, :]
@@ -171,9 +196,10 @@ _KERNELS = {
 
 
 def kernel_of(q: Tensor, v: Tensor, *, masked: bool) -> AttentionKernel:
-    """Return the kernel for queries and values, the same on all ranks.
+    """Return the kernel for queries and values.
 
-    The choice depends only on device, dtype and widths.
+    The choice depends on the device, the dtype, the widths, `masked`, and whether the queries
+    require a gradient. These are equal on all ranks, so all ranks choose the same kernel.
     """
     kernels: list[AttentionKernel] = [*_KERNELS.get(q.device.type, []), _PLAIN]
     return next(kernel for kernel in kernels if kernel.takes(q, v, masked))
@@ -223,8 +249,9 @@ class BlockKernel:
             k = _expand_heads(k, q)
             v = _expand_heads(v, q)
         out, lse = kernel.forward(q, k, v, causal, mask=mask, scale=self.scale)
-        # A row of the user's mask may allow no key of this tile. Kernels do not agree on its
-        # results, so they are set here. A window leaves no query of a tile without a key.
+        # A row of the user's mask may allow no key of this tile. Kernels do not agree on the
+        # results of such a row, so they are set here. Only `attn_mask` can leave a query of a tile
+        # without a key: causal tiles and tiles at a window's edge have a key for each query.
         if self.attn_mask is not None and mask is not None:
             reads_no_key = mask.amax(-1) == -torch.inf
             out = out.masked_fill(reads_no_key.unsqueeze(-1), 0)
@@ -236,7 +263,8 @@ class BlockKernel:
     ) -> Gradients:
         """Return the gradients of a tile's queries, keys and values.
 
-        `out` and `lse` are the results of the tile's queries over all keys, of other tiles too.
+        `out` and `lse` are the results of the tile's queries over all keys, of other tiles too. The
+        log-sums are finite: 0 for a query that reads no key.
         """
         kernel, causal, mask = self._call_of(q, k, tile)
         keys = k if kernel.shares_key_heads else _expand_heads(k, q)
@@ -253,15 +281,16 @@ class BlockKernel:
     def _call_of(self, q: Tensor, k: Tensor, tile: Tile) -> _KernelCall:
         """Choose the kernel of a tile, and its mask.
 
-        Without `attn_mask`, only tiles at a window's edge need a mask: kernels mask causally by
-        themselves. With it, the causal mask is added to it too.
+        Without `attn_mask`, only tiles at a window's edge need a mask, because kernels mask later
+        keys by themselves. With `attn_mask`, the tile's part of it is the mask, and the limits of a
+        causal tile or of a window are added to this part.
         """
         kind = tile.kind
         if self.attn_mask is None and kind is not TileKind.BAND:
             return _KernelCall(self.unmasked, causal=kind is TileKind.CAUSAL, mask=None)
         mask = None
         if self.attn_mask is not None:
-            mask = _mask_of_tile(self.attn_mask, tile, folded_rows=q.shape[0], keys=k.shape[-2])
+            mask = _mask_of_tile(self.attn_mask, tile, tile_rows=q.shape[0], keys=k.shape[-2])
         if kind is not TileKind.FULL:
             band = self._band(q, k, tile)
             mask = band[None, None] if mask is None else mask + band
@@ -276,7 +305,9 @@ class BlockKernel:
         left, right = self.reach if tile.kind is TileKind.BAND else causal_reach
         query_ids = torch.arange(q.shape[-2], device=q.device)
         key_ids = torch.arange(k.shape[-2], device=q.device)
-        # global position of the key minus global position of the query
+        # Global position of the key minus global position of the query. `tile.offset` is the
+        # position of the first query minus the position of the first key. Example: queries from
+        # position 6 and keys from position 4, offset 2 -> key 4 is -2 ahead of query 6.
         ahead = key_ids - query_ids.unsqueeze(-1) - tile.offset
         is_outside = (ahead > right) | (ahead < -left)
         band = torch.zeros(is_outside.shape, dtype=q.dtype, device=q.device)
@@ -288,20 +319,22 @@ def _expand_heads(tensor: Tensor, q: Tensor) -> Tensor:
     return tensor.expand(-1, q.shape[1], -1, -1)
 
 
-def _mask_of_tile(mask: Tensor, tile: Tile, *, folded_rows: int, keys: int) -> Tensor:
+def _mask_of_tile(mask: Tensor, tile: Tile, *, tile_rows: int, keys: int) -> Tensor:
     """Return the part of a mask for a tile.
+
+    Example: 3 batch rows with 2 heads of keys, so n is 6. A tile of batch row 1 has the rows 2:4 of
+    the first dim, and `tile_rows` is 2. A tile of all batch rows has all 6 rows.
 
     Args:
         mask: (n or 1, group or 1, queries of the rank, keys of the whole sequence).
         tile: the tile.
-        folded_rows: size of the first dim of the tile's tensors: the number of heads of keys if the
-            tile is of one batch row.
+        tile_rows: size of the first dim of the tile's queries: n, or the number of heads of keys if
+            the tile is of one batch row.
         keys: number of the tile's keys.
     """
     end_key = tile.first_key + keys
     mask = mask[..., tile.queries, tile.first_key : end_key]
     if tile.row is None or mask.shape[0] == 1:
         return mask
-    # Example: 2 heads of keys in each batch row -> batch row 1 has the rows 2:4.
-    first_row = tile.row * folded_rows
-    return mask[first_row : first_row + folded_rows]
+    first_row = tile.row * tile_rows
+    return mask[first_row : first_row + tile_rows]
