@@ -1,9 +1,20 @@
 """Layouts of local tensors with positions of the sequence, and reshapes of such tensors.
 
-A layout is a `Spec` on the mesh of the block. The dim with positions is `Shard(dim, sizes)`, or a
-`StridedShard` if a reshape has folded the dim before it into it. In a layout the ranks' positions
-follow one another: which positions a rank holds does not matter here, with one exception
-(`are_whole_blocks`).
+A layout is a `Spec` on a mesh of one axis: the ranks of the `context_parallel` block. The dim with
+positions is `Shard(dim, sizes)`, or a `StridedShard` if a reshape has folded the dim before it into
+it. A layout records only how many positions each rank holds. Only `are_whole_blocks` uses which
+positions these are.
+
+A row is one index of the dim with positions: one position, or after a reshape a part of a position
+or several positions. A run is the rows of one batch row. An example is a rank's tensor of 2 batch
+rows, 4 positions and 6 features:
+
+| local shape                 | `SequenceDim` if two ranks hold 4 positions each | a row is        |
+| --------------------------- | ------------------------------------------------ | --------------- |
+| (2, 4, 6)                   | dim=1, runs=1, sizes=(4, 4)                      | a position      |
+| reshaped to (8, 6)          | dim=0, runs=2, sizes=(4, 4)                      | a position      |
+| reshaped to (2, 8, 3)       | dim=1, runs=1, sizes=(8, 8)                      | half a position |
+| reshaped to (2, 2, 12)      | dim=1, runs=1, sizes=(2, 2)                      | two positions   |
 """
 
 from __future__ import annotations
@@ -21,7 +32,10 @@ from ..sequence_layout import SequenceLayout
 
 
 class TornPositionsError(Exception):
-    """The error for a reshape after which a row has positions of several ranges or batch rows."""
+    """The error for a reshape that joins positions of several ranges or batch rows in one row.
+
+    A range is a run of neighboring positions that one rank holds, see `SequenceLayout`.
+    """
 
 
 class UnknownReshapeError(Exception):
@@ -31,12 +45,13 @@ class UnknownReshapeError(Exception):
 class SequenceDim(NamedTuple):
     """The dim of a tensor that holds positions.
 
+    The docstring of the file defines rows and runs, and has examples.
+
     Attributes:
         dim: its index.
-        runs: the number of equal runs of positions in it: the batch rows that a reshape has folded
-            into it, or 1.
-        sizes: rows of one run on each rank. A row is one position, or a part of a position or
-            several positions after a reshape.
+        runs: the number of batch rows that a reshape has folded into the dim; 1 without such a
+            reshape.
+        sizes: for each rank, its number of rows in one run.
     """
 
     dim: int
@@ -89,35 +104,53 @@ def reshape_layout(spec: Spec, local: Sequence[int], layout: SequenceLayout) -> 
     if 0 in local or min(held.sizes) < 2:
         # All sizes fit a tensor without elements. One row of a rank fits each dim of size 1.
         raise UnknownReshapeError
-    # Example: (2, 4, 6) on this rank, dim 1 has 4 positions -> a row (one position) is 6 elements,
-    # and a block (the positions of a batch row) is 24.
+    # The elements of a row, and of a block, which is this rank's rows of one run. Example: a row of
+    # (2, 4, 6) has 6 elements, and a block has 4 * 6 = 24.
     rank = spec.mesh.get_local_rank()
     row = prod(spec.local_shape[held.dim + 1 :])
     block = row * held.sizes[rank]
     dim = _dim_of_blocks(local, block)
-    has_single_dim_before = dim > 0 and local[dim - 1] == 1
-    if has_single_dim_before and spec.local_shape[held.dim - 1 : held.dim] != (1,):
-        # Example: a rank's 4 positions as (2, 1, 4, 6) are a new dim, or one block of 4 positions.
+    had_single_dim = held.dim > 0 and spec.local_shape[held.dim - 1] == 1
+    has_single_dim = dim > 0 and local[dim - 1] == 1
+    if has_single_dim and not had_single_dim:
+        # Example: a rank's (2, 4, 6) becomes (2, 1, 4, 6). After `unsqueeze(1)`, dim 2 holds the
+        # positions on all ranks. After `view(2, -1, 4, 6)` dim 1 holds them: a rank with 8
+        # positions has (2, 2, 4, 6). This rank's sizes are the same.
         raise UnknownReshapeError
-    new_row = prod(local[dim + 1 :])
-    elements_of_dim = prod(local[dim:])
-    if elements_of_dim % block:
+    elements = prod(local[dim:])
+    if elements % block:
         raise TornPositionsError
-    runs = elements_of_dim // block
+    new_row = prod(local[dim + 1 :])
     if new_row <= row:
-        # Reshaped to (8, 6): one row for each position. To (2, 8, 3): two rows for each.
-        if row % new_row:
-            raise TornPositionsError
-        rows_of_position = row // new_row
-        sizes = [size * rows_of_position for size in held.sizes]
+        sizes = _split_rows(held.sizes, row, new_row)
     else:
-        # Reshaped to (2, 2, 2, 6): a row has two positions.
-        joined, remainder = divmod(new_row, row)
-        if remainder or not are_whole_blocks(layout, joined, sum(held.sizes)):
-            raise TornPositionsError
-        sizes = [size // joined for size in held.sizes]
-    target = SequenceDim(dim, runs, tuple(sizes))
+        sizes = _join_rows(held.sizes, row, new_row, layout)
+    target = SequenceDim(dim, runs=elements // block, sizes=sizes)
     return target.spec_of(spec.mesh, local, spec.dtype)
+
+
+def _split_rows(sizes: Sequence[int], row: int, new_row: int) -> tuple[int, ...]:
+    """Return the ranks' numbers of rows after rows of `row` elements are split.
+
+    Example: rows of 6 elements, split into rows of 3 -> twice as many rows.
+    """
+    if row % new_row:
+        raise TornPositionsError
+    parts = row // new_row
+    return tuple([size * parts for size in sizes])
+
+
+def _join_rows(
+    sizes: Sequence[int], row: int, new_row: int, layout: SequenceLayout
+) -> tuple[int, ...]:
+    """Return the ranks' numbers of rows after rows of `row` elements are joined.
+
+    Example: rows of 6 elements, joined to rows of 12 -> half as many rows.
+    """
+    joined, remainder = divmod(new_row, row)
+    if remainder or not are_whole_blocks(layout, joined, sum(sizes)):
+        raise TornPositionsError
+    return tuple([size // joined for size in sizes])
 
 
 def _dim_of_blocks(shape: Sequence[int], block: int) -> int:
@@ -126,7 +159,8 @@ def _dim_of_blocks(shape: Sequence[int], block: int) -> int:
     A row of this dim is smaller than a block, and the whole dim has at least one block. Exactly one
     dim is like this, because a block has at least two elements.
     """
-    # Example: blocks of 24 elements in (2, 4, 6) -> dim 1, with rows of 6, and 24 in all.
+    # Example: blocks of 24 elements in (2, 4, 6) -> dim 1, whose rows have 6 elements, and which
+    # has 4 * 6 = 24 elements.
     dims = []
     for dim in range(len(shape)):
         row = prod(shape[dim + 1 :])
@@ -149,8 +183,11 @@ def expand_layout(spec: Spec, local: Sequence[int]) -> Spec:
 def keeps_fractions(layout: SequenceLayout, source: Spec, result: Spec) -> bool:
     """Tell whether each rank holds the same fraction of a result's rows as of a source's rows.
 
-    If the result has fewer rows, such as each second one, the ranges of the layout must also begin
-    and end at such rows.
+    Example: of 16 rows two ranks hold 8 each. A result with sizes (4, 4) keeps the fractions, and a
+    result with (5, 3) does not. If a result has fewer rows, such as 8 of 16 by `x[::2]`, a row of
+    it stands for a block of 2 rows of the source. The ranges of the layout must then be whole
+    blocks: from rows 0 to 3 of a rank, `x[::2]` takes the rows 0 and 2, as on one device. From the
+    rows 3 to 5 it would take 3 and 5, where one device takes 4.
     """
     before = sequence_dim(source)
     after = sequence_dim(result)
@@ -171,13 +208,19 @@ def keeps_fractions(layout: SequenceLayout, source: Spec, result: Spec) -> bool:
 def are_whole_blocks(layout: SequenceLayout, joined: int, rows: int) -> bool:
     """Tell whether each range of the layout is a whole number of blocks.
 
+    A block is `joined` rows that follow one another, counted from the first row of the sequence.
+
     Args:
         layout: the positions of the ranks.
         joined: number of rows of a block.
         rows: number of rows of the whole sequence.
     """
-    # Example: the range 0:4 of 8 positions, which are 8 rows, has 2 blocks of 2; 0:3 does not end
-    # with a block.
-    borders = {border for ranges in layout.ranges for pair in ranges for border in pair}
-    # border / length * rows is the border in rows.
-    return all(border * rows % (layout.length * joined) == 0 for border in borders)
+    for ranges_of_rank in layout.ranges:
+        for start, stop in ranges_of_rank:
+            for border in (start, stop):
+                # The border in rows is border * rows / length, and must be a multiple of `joined`.
+                # Example: 8 positions are 8 rows, in blocks of 2. The range 0:4 has the borders 0
+                # and 4, so it is 2 blocks. The range 0:3 ends in the middle of a block.
+                if border * rows % (layout.length * joined):
+                    return False
+    return True
