@@ -1,4 +1,4 @@
-"""Models of transformers in a block: what the registries return, and which models are refused.
+"""Models of transformers in a `context_parallel` block: changed registries, and refused models.
 
 transformers looks up masks and attention by the name of an implementation. While a block is active,
 look-ups in the registries of transformers return functions with global positions: masks get this
@@ -6,8 +6,8 @@ rank's rows and all columns, "sdpa" is the attention of the block, and any other
 the keys and values of all ranks. A model that mixes positions by other means is refused where it is
 called.
 
-This file is in this package, because a program that imports no package above may run such a model
-in a block; the results would then be silently wrong.
+This file is here and not in shoal_models, because a program may run a model of transformers in a
+block without importing shoal_models. Without this file its results would be silently wrong.
 
 May import: active_block, attention_of_transformers, flex, masks_of_transformers.
 """
@@ -49,7 +49,14 @@ _POOLING_MODELS = re.compile(r"For(SequenceClassification|MultipleChoice|NextSen
 
 
 def change_registries(active: ActiveBlock) -> Iterator[Callable[[], None]]:
-    """Change the registries of transformers, if it is imported; yield functions to undo this."""
+    """Change the registries of transformers, if it is imported; yield functions to undo this.
+
+    Each change is made when the caller takes the function that undoes it. An error in a change
+    therefore leaves the caller with the functions that undo the changes before it.
+
+    Args:
+        active: returns the innermost active block of the calling thread, or None.
+    """
     masking: Any = sys.modules.get("transformers.masking_utils")
     modeling: Any = sys.modules.get("transformers.modeling_utils")
     if masking is None or modeling is None:
@@ -66,7 +73,7 @@ def change_registries(active: ActiveBlock) -> Iterator[Callable[[], None]]:
         # Compilation cannot trace the look-up of blocks, so compiled models are not checked.
         block = None if torch.compiler.is_compiling() else active()
         if block is not None:
-            kwargs = check_model(block, model, args, kwargs)
+            kwargs = prepare_call(block, model, args, kwargs)
         return nn.Module.__call__(model, *args, **kwargs)
 
     yield _replace(modeling.PreTrainedModel, "__call__", call)
@@ -100,8 +107,8 @@ class KeysOfAllRanks:
     Args:
         block: the active block.
         layout: the positions of the ranks.
-        gathers: whether `update` gathers keys and values; False for code that calls the attention
-            of the block, which does so itself.
+        gathers: whether `update` gathers keys and values; False for a model that calls the
+            attention of the block, because this attention gathers them itself.
     """
 
     def __init__(self, block: Block, layout: SequenceLayout, *, gathers: bool) -> None:
@@ -115,7 +122,10 @@ class KeysOfAllRanks:
         """Return keys and values of the whole sequence, or this rank's if the attention gathers."""
         if not self._gathers:
             return key, value
+        # A cache does not get the queries. The keys stand for them, because both have this rank's
+        # positions. It does not get the mask either.
         self._block.agree((key, key, value), None)
+        # The block need not follow positions through the functions that gather.
         with unwatched_functions():
             return gather_keys(key, value, self._block.comm, self._layout)
 
@@ -135,11 +145,12 @@ class KeysOfAllRanks:
         return 0
 
 
-def check_model(block: Block, model: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+def prepare_call(block: Block, model: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Check a model of transformers that is called in a block; return its keyword arguments.
 
-    Labels of a causal model are shifted over the whole sequence, because the model would shift only
-    this rank's labels.
+    A model that computes attention in its own code gets a cache with the keys of all ranks. Labels
+    of a causal model are shifted over the whole sequence, because the model would shift only this
+    rank's labels.
 
     Raises:
         UnsupportedAttentionError: if the model mixes positions by code that the block does not
@@ -176,7 +187,10 @@ def check_model(block: Block, model: Any, args: Any, kwargs: dict[str, Any]) -> 
 
 
 def _check_positions(block: Block, model: Any, parameters: Any, arguments: Any) -> None:
-    """Refuse a model that would number this rank's positions from 0, and other positions."""
+    """Refuse a model that would number this rank's positions from 0, and wrong `position_ids`.
+
+    These are ids that differ from this rank's positions in the sequence.
+    """
     name = type(model).__name__
     if "position_ids" not in parameters:
         # These models compute biases of positions (ALiBi) from the lengths of the cache.
@@ -191,6 +205,8 @@ def _check_positions(block: Block, model: Any, parameters: Any, arguments: Any) 
         raise LayoutError(
             f"{name} needs position_ids in a context_parallel block. {HOW_TO_PASS_POSITIONS}"
         )
+    # Multimodal models take ids (3, batch, length), for time, height and width of images. These ids
+    # are not positions of the sequence, so they are not compared.
     if isinstance(ids, Tensor) and ids.ndim == 2:
         layout = layout_of(block, ids.shape[-1])
         if layout is not None:
@@ -199,7 +215,10 @@ def _check_positions(block: Block, model: Any, parameters: Any, arguments: Any) 
 
 def _shift_labels(block: Block, labels: Tensor) -> Tensor:
     """Return for each of this rank's positions the label of the next position of the sequence."""
+    # Not `layout_of(block, ...)`, which returns None for labels of another length. This raises.
     layout = block.options.layout_of(labels.shape[-1], block.comm)
+    # `unwatched_functions`: the block need not follow positions through these functions.
+    # `unwatched`: selective activation checkpointing must not save the result of a collective.
     with unwatched_functions(), unwatched():
         gathered = all_gather_v(labels.contiguous(), block.comm, layout.sizes, labels.ndim - 1)
     whole = order_gathered(gathered, layout, -1)
@@ -237,6 +256,8 @@ def describe_mixing(model: Any) -> str:
             "other ranks"
         )
     if not by_interface and not by_torch and not by_cache:
-        way_out = " (that of attn_implementation='sdpa' can)" if model._supports_sdpa else ""
-        return f"it computes attention in its own code, which cannot be replaced{way_out}"
+        problem = "it computes attention in its own code, which cannot be replaced"
+        if model._supports_sdpa:
+            problem += " (load it with attn_implementation='sdpa')"
+        return problem
     return ""
