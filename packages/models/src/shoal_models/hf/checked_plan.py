@@ -79,6 +79,7 @@ def choose_plan(
         f"from_pretrained: the tp_plan of {name} does not fit this configuration: {problem}. A "
         "proven automatic plan is used instead",
         PlanWarning,
+        # the line that calls from_pretrained with a mesh
         stacklevel=4,
     )
     return automatic
@@ -111,5 +112,6 @@ def _warn_unproven(name: str, reason: str) -> None:
         f"from_pretrained: the plan for {name} could not be proven: {reason}. Compare a small "
         "configuration with one process: verify(model, plan, mesh, **inputs)",
         PlanWarning,
+        # the line that calls from_pretrained with a mesh
         stacklevel=5,
     )

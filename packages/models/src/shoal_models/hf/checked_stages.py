@@ -28,7 +28,14 @@ _TOLERANCE = 1e-9
 
 
 class _SimulatedLink:
-    """The connection of stages that run one after the other; `passed` has the hidden states."""
+    """The connection (`StageLink`) of stages that run one after the other in one process.
+
+    Args:
+        stage: the number of the stage.
+        stages: the number of stages.
+        passed: a list that all stages share. A stage appends the hidden states for the next stage,
+            which takes them out.
+    """
 
     def __init__(self, stage: int, stages: int, passed: list[Tensor]) -> None:
         self.stage = stage
@@ -40,6 +47,8 @@ class _SimulatedLink:
 
     def send(self, hidden: Tensor) -> Tensor:
         self._passed.append(hidden)
+        # Any tensor serves as the token: `deliver` ignores it, because autograd connects the stages
+        # of one process.
         return hidden
 
     def deliver(
@@ -48,7 +57,8 @@ class _SimulatedLink:
         return outputs
 
     def fail(self, error: BaseException, device: torch.device, *, has_sent: bool) -> None:
-        # the error leaves the process by itself
+        # All stages run in this process, so no other process waits for a message. The error
+        # propagates to the caller.
         pass
 
 
@@ -66,19 +76,22 @@ def check_stages(model: Any, stages: int) -> None:
     sample = small_copy(model, least_layers=2)
     if isinstance(sample, NoSmallCopy):
         warnings.warn(
-            f"from_pretrained: that stages of {kind} compute what the model computes could not be "
-            f"proven: {sample.reason}. Compare a small configuration with one process",
+            f"from_pretrained: the equality of {kind} and its stages could not be proven: "
+            f"{sample.reason}. Compare a small configuration with one process",
             PlanWarning,
+            # the line that calls from_pretrained
             stacklevel=4,
         )
         return
     whole: Any = sample.model.double()
-    simulated = min(stages, parts_of(whole, 1).count)
-    if simulated < 2:
+    layers = parts_of(whole, 1).count
+    # The small copy may have fewer layers than the model has stages. A stage has a layer at least.
+    simulated_stages = min(stages, layers)
+    if simulated_stages < 2:
         raise PlanError(f"DistributedConfig(pp_size={stages}): {kind} has one layer; {_REMEDY}")
     try:
-        problems = [*_differences(whole, sample.inputs, simulated)]
-    # any error of a model whose layers are called in another way
+        problems = [*_differences(whole, sample.inputs, simulated_stages)]
+    # A model that does not call its layers as `Stage` assumes may raise any error.
     except Exception as error:
         problems = [kind_and_first_line(error)]
     if problems:
@@ -89,35 +102,37 @@ def check_stages(model: Any, stages: int) -> None:
 
 
 def _differences(whole: Any, inputs: Mapping[str, Tensor], count: int) -> Iterator[str]:
-    """Yield what differs between the whole model and its stages."""
-    stages: list[Any] = []
+    """Yield the differences between the whole model and `count` stages of it, in words."""
+    models_of_stages: list[Any] = []
     passed: list[Tensor] = []
-    for number in range(count):
-        stage = copy.deepcopy(whole)
-        Stage(stage, parts_of(stage, count), _SimulatedLink(number, count, passed))
-        stages.append(stage)
+    for stage in range(count):
+        model = copy.deepcopy(whole)
+        link = _SimulatedLink(stage, count, passed)
+        # `Stage` changes the copy into a stage: its forward runs the stage's layers only.
+        Stage(model, parts_of(model, count), link)
+        models_of_stages.append(model)
     expected = whole(**inputs).logits
-    found = _logits(stages, inputs)
+    found = _run_stages(models_of_stages, inputs)
     if not _is_close(found, expected):
         yield "its logits differ"
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(expected.shape, generator=generator, dtype=expected.dtype)
     torch.autograd.backward([expected, found], [weights, weights])
     gradients: dict[str, Tensor] = {}
-    for stage in stages:
-        for name, param in stage.named_parameters():
+    for model in models_of_stages:
+        for name, param in model.named_parameters():
             if param.grad is not None:
                 # embeddings that are also the head have a gradient on two stages
                 gradients[name] = gradients.get(name, 0) + param.grad
     for name, param in whole.named_parameters():
         if param.grad is not None and not _is_close(gradients.get(name), param.grad):
             yield f"the gradient of {name!r} differs"
-    yield from _differences_with_cache(whole, stages, inputs)
+    yield from _differences_with_cache(whole, models_of_stages, inputs)
 
 
 @torch.no_grad()
 def _differences_with_cache(
-    whole: Any, stages: list[Any], inputs: Mapping[str, Tensor]
+    whole: Any, models_of_stages: list[Any], inputs: Mapping[str, Tensor]
 ) -> Iterator[str]:
     """Compare the logits of later tokens, whose earlier tokens are in a cache of each stage."""
     accepted = inspect.signature(whole.forward).parameters
@@ -127,18 +142,21 @@ def _differences_with_cache(
         return
     earlier = tokens[:, :-2]
     later = tokens[:, -2:]
-    caches = [stage(input_ids=earlier, use_cache=True)[name] for stage in (whole, *stages)]
-    expected = whole(input_ids=later, use_cache=True, **{name: caches[0]}).logits
-    for stage, cache in zip(stages, caches[1:], strict=True):
-        found = stage(input_ids=later, use_cache=True, **{name: cache}).logits
+    whole_cache = whole(input_ids=earlier, use_cache=True)[name]
+    expected = whole(input_ids=later, use_cache=True, **{name: whole_cache}).logits
+    # The stages run in order, because each one takes the hidden states of the one before.
+    caches = [model(input_ids=earlier, use_cache=True)[name] for model in models_of_stages]
+    for model, cache in zip(models_of_stages, caches, strict=True):
+        found = model(input_ids=later, use_cache=True, **{name: cache}).logits
+    # `found` has the logits of the last stage, the only one with a head.
     if not _is_close(found, expected):
         yield "logits of tokens after cached ones differ"
 
 
-def _logits(stages: list[Any], inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return the logits of the last of some stages."""
-    for stage in stages:
-        logits: Tensor = stage(**inputs).logits
+def _run_stages(models_of_stages: list[Any], inputs: Mapping[str, Tensor]) -> Tensor:
+    """Run the stages in order; return the logits of the last one."""
+    for model in models_of_stages:
+        logits: Tensor = model(**inputs).logits
     return logits
 
 

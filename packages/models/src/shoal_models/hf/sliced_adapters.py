@@ -1,4 +1,4 @@
-"""Adapters of peft whose values every rank has in full; in a forward, it uses a slice of them.
+"""Adapters of peft whose full values every rank has; in a forward, a rank uses its slice of them.
 
     adapter           the whole value                         the slice
     IA3               scales of all features                  scales of this rank's features
@@ -91,10 +91,14 @@ def is_scaled(layer: Any) -> bool:
 def can_be_scaled(layer: Any, record: ModuleSharding) -> bool:
     """Return whether an IA3 layer can be around a Linear with a style.
 
-    It can if the features that it scales are sharded: the scales are then sliced. It also can if
-    the tensor that it scales is whole on every rank: the scales and their gradients are then right
-    as they are. If the tokens of this tensor are sharded, the gradient of the scales on one rank
-    would lack the tokens of the other ranks.
+    It can in two cases:
+
+    1. The features that it scales are sharded. The scales are then sliced.
+    2. The tensor that it scales is replicated. The scales and their gradients are then correct as
+       they are.
+
+    It cannot if the tokens of the tensor are sharded: the gradient of the scales on one rank would
+    lack the tokens of the other ranks.
     """
     is_linear = record.lowering in (ColumnLinear, RowLinear)
     # Options divide the features in another way, such as by the blocks of a fused weight.
@@ -102,7 +106,8 @@ def can_be_scaled(layer: Any, record: ModuleSharding) -> bool:
         return False
     if _scales_shards(layer, record):
         return True
-    # The scaled tensor before the Linear shards it, or after the Linear has reduced it.
+    # A feed-forward layer scales the input of the Linear, before the style shards it. Other layers
+    # scale the output, after the style has reduced or gathered it.
     if layer.is_feedforward:
         scaled = record.input_port().layout
     else:
@@ -144,29 +149,31 @@ def slice_prefix(model: Any) -> None:
     has_prefix = getattr(config, "peft_type", None) == "PREFIX_TUNING"
     if not has_prefix or isinstance(model, SlicedPrefix):
         return
-    is_parallel = any([*shardings_of(module)] for module in model.modules())
+    is_parallel = any(True for module in model.modules() for _ in shardings_of(module))
     if not is_parallel:
         return
     # In peft's config, `token_dim` and `num_attention_heads` count the key heads, also if the model
     # has more query heads.
-    found = {*_slices_of_heads(model, config.token_dim // config.num_attention_heads)}
-    heads = sum(sum(slices.sizes) for slices in found)
-    if len(found) != 1 or heads != config.num_attention_heads:
+    head_dim = config.token_dim // config.num_attention_heads
+    found = {*_slices_of_heads(model, head_dim)}
+    slices = found.pop() if len(found) == 1 else None
+    if slices is None or sum(slices.sizes) != config.num_attention_heads:
         raise UnsupportedModuleError(
             "parallelize_adapters: prefix tuning needs key heads that are sharded by "
             "ColwiseParallel projections named k_proj, in one layout for all layers and with whole "
             "heads on each rank. Use prompt tuning, P-tuning or LoRA, or leave the attention out "
             "of the plan"
         )
-    model._shoal_slices = found.pop()
+    model._shoal_slices = slices
     cls: Any = type(model)
     model.__class__ = with_methods(SlicedPrefix, cls)
 
 
-def _slices_of_heads(model: nn.Module, features: int) -> Iterator[Slices]:
+def _slices_of_heads(model: nn.Module, head_dim: int) -> Iterator[Slices]:
     """Yield the numbers of key heads of all ranks, for each projection named `k_proj`.
 
-    They are empty for a projection that is not sharded by whole heads of `features` rows.
+    Example: 64 rows on one rank and 32 on another, with heads of `head_dim=32` rows -> sizes
+    (2, 1). The sizes are empty for a projection that is not sharded by whole heads.
     """
     for name, module in model.named_modules():
         if name.rpartition(".")[2] != "k_proj":
@@ -176,7 +183,7 @@ def _slices_of_heads(model: nn.Module, features: int) -> Iterator[Slices]:
             heads: tuple[int, ...] = ()
             if record.lowering is ColumnLinear and isinstance(weight, DTensor):
                 rows = weight.spec.sizes(0)
-                has_whole_heads = not any(count % features for count in rows)
+                has_whole_heads = not any(count % head_dim for count in rows)
                 if has_whole_heads:
-                    heads = tuple([count // features for count in rows])
+                    heads = tuple([count // head_dim for count in rows])
             yield Slices(mesh, heads)

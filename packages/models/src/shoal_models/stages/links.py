@@ -7,9 +7,15 @@
       ...                           ...
       send's backward <- gradient -- receive's backward
 
-A token on every stage but the last makes the outputs depend on the hidden states that the stage has
-sent. So `loss.backward()` on all ranks runs the whole backward. The gradient of the outputs is that
-of the last stage: all ranks compute the same loss, and the others' gradients are dropped.
+Every stage but the last gets its loss from the last stage. To run its backward by
+`loss.backward()`, autograd needs a path from this loss to the layers of the stage. The path goes
+through a token, a tensor without useful elements that `send` returns:
+
+    loss -> _Deliver -> token -> _Send -> hidden states -> layers of this stage
+
+The backward of `_Deliver` only calls the backward of `_Send`, which waits for the gradient of the
+hidden states from the next stage. The gradient that begins at the loss of this stage is dropped:
+all ranks compute the same loss, and only the last stage has the path from the loss to its head.
 """
 
 from __future__ import annotations
@@ -41,8 +47,8 @@ _LATER_STAGE = 1
 class StageLink(Protocol):
     """The connection of a stage to the other stages.
 
-    `CommLink` connects the stages of ranks. A proof runs all stages in one process, with a link of
-    its own.
+    `CommLink` connects the stages of ranks. `check_stages` runs all stages in one process, with a
+    link of its own.
 
     Attributes:
         stage: the number of the stage.
@@ -96,10 +102,11 @@ class CommLink:
         # with the stage before, and with the stage after
         self._before: Comm | None = None
         self._after: Comm | None = None
+        ranks = comm.line
         if self.stage > 0:
-            self._before = comm_over(comm.line[self.stage - 1 : self.stage + 1], "stages")
+            self._before = comm_over(ranks[self.stage - 1 : self.stage + 1], "stages")
         if self.stage < self.stages - 1:
-            self._after = comm_over(comm.line[self.stage : self.stage + 2], "stages")
+            self._after = comm_over(ranks[self.stage : self.stage + 2], "stages")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise UnsupportedModuleError(
@@ -113,6 +120,8 @@ class CommLink:
         (arrived,) = messages.receive(self._before, _EARLIER_STAGE, device).values()
         if not arrived.requires_grad:
             return arrived.tensor
+        # The tensor has just arrived and does not require a gradient itself. With the anchor among
+        # the arguments autograd runs the backward of `_Receive` all the same.
         received: Tensor = apply(_Receive, _anchor(device), arrived.tensor, self._before)
         return received
 
@@ -120,7 +129,9 @@ class CommLink:
         assert self._after is not None, "the last stage sends nothing"
         messages.send({"hidden": hidden}, self._after, hidden.device)
         if not hidden.requires_grad:
-            # The next stage sends no gradient back, so a backward has nothing to wait for.
+            # Example: all layers of this stage are frozen. The next stage then sends no gradient
+            # back, and the token needs no path to the layers. It requires a gradient, because the
+            # loss of this stage must have a backward that users can call.
             return _anchor(hidden.device)
         token: Tensor = apply(_Send, hidden, self._after)
         return token
@@ -135,9 +146,12 @@ class CommLink:
         arrived = messages.receive(self._all, last, device)
         delivered = {name: value.tensor for name, value in arrived.items()}
         names_with_gradient = [name for name, value in arrived.items() if value.requires_grad]
+        # Example: the loss and the logits require a gradient on the last stage, so they get a path
+        # to the token. A number of tokens does not, and stays as it has arrived.
         values = [delivered[name] for name in names_with_gradient]
         values_with_token: tuple[Tensor, ...] = apply(_Deliver, token, *values)
-        return {**delivered, **dict(zip(names_with_gradient, values_with_token, strict=True))}
+        delivered.update(zip(names_with_gradient, values_with_token, strict=True))
+        return delivered
 
     def fail(self, error: BaseException, device: torch.device, *, has_sent: bool) -> None:
         rank = self._all.line[self.stage]
@@ -145,8 +159,15 @@ class CommLink:
         if isinstance(error, StageError):
             # An earlier stage has failed, and its error is passed on.
             text = str(error)
-        # The failure takes the place of the messages that other stages wait for: the hidden states
-        # of the next stage, and then the outputs of the last stage.
+        # The failure takes the place of messages that other stages wait for. Example: stage 1 of 4
+        # fails before it has sent its hidden states.
+        #   1. Stage 1 sends the failure to stage 2 in place of the hidden states.
+        #   2. Stage 2 raises a StageError in `receive`, and sends it to stage 3 in the same way.
+        #   3. Stage 3, the last one, sends the failure to all stages in place of the outputs.
+        #   4. Stage 0, which has run without an error, raises it in `deliver`. The stages 1 and 2
+        #      must take part in this broadcast too, but raise the errors that they have.
+        # If a stage fails after it has sent its hidden states, the stages behind it run as usual,
+        # and all stages take part in the broadcast of the outputs.
         if self._after is None:
             messages.send_failure(text, self._all, device)
             return
@@ -155,7 +176,7 @@ class CommLink:
         try:
             messages.receive(self._all, self.stages - 1, device)
         except StageError:
-            # The last stage passes the error on. This stage raises its own error, in its forward.
+            # The caller raises `error`, which is the cause of this error or the same failure.
             return
 
 
