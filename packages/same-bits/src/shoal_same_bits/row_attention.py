@@ -1,6 +1,6 @@
-"""`attention_in_rows`: attention whose output for a query depends on no other query or later key.
+"""`attention_in_rows`: attention with the same bits of a query's output in any chunk of a sequence.
 
-The bits of this output are the same for every number of other queries and of later keys.
+More queries in the call, or more keys behind the query, change no bit of the output.
 
 Every kernel sees one sample, `rows` queries and `KEYS` keys, however long the sequence is. Missing
 queries and keys are padded, and padded keys are masked.
@@ -26,8 +26,9 @@ from shoal_dtensor import DTensor
 from shoal_dtensor.internal import unwatched_functions
 
 # The number of keys in a block. The result of a kernel may depend on the alignment of its operands
-# in memory. With 64 keys, the matrix of each head in a block (H, 64, D) begins at a multiple of 64
-# bytes for any D, so the alignment is the same for all blocks and heads.
+# in memory. With 64 keys, the matrix of each head in a block (H, 64, D) has 64 * D * 4 bytes in
+# float32. So each head begins at a multiple of 64 bytes for any D, and the alignment is the same
+# for all blocks and heads.
 KEYS = 64
 
 
@@ -83,8 +84,8 @@ def attention_in_rows(  # noqa: PLR0913  # the signature of scaled_dot_product_a
     factor = features**-0.5 if scale is None else scale
     query_count = query.shape[-2]
     key_count = key.shape[-2]
-    # `invariant_arithmetic` calls this function from a mode that replaces functions of torch. In
-    # this block, neither this mode nor another one sees the functions that are called below.
+    # `invariant_arithmetic` calls this function from a mode that replaces functions of torch.
+    # Neither this mode nor another one needs to observe the many functions that are called below.
     with unwatched_functions():
         mask = _additive_mask(query, key_count, attn_mask, is_causal=is_causal)
         # The queries are scaled in their own dtype, before `_by_sample` converts half types.
@@ -129,9 +130,10 @@ def _additive_mask(
         mask.masked_fill_(~attn_mask, -torch.inf)
     else:
         mask = attn_mask.to(dtype)
-    # Example: (Q, K) becomes (1, 1, Q, K), and (H, Q, K) becomes (1, H, Q, K).
-    count_missing = query.ndim - mask.ndim
-    mask = mask[(None,) * count_missing]
+    # Example for a query (B, H, Q, D): a mask (Q, K) gets 2 new dims, (1, 1, Q, K), and is then
+    # expanded to (B, 1, Q, K). A mask (H, Q, K) becomes (1, H, Q, K), and then (B, H, Q, K).
+    missing_dims = query.ndim - mask.ndim
+    mask = mask[(None,) * missing_dims]
     heads = mask.shape[1:-2]
     return mask.expand(query.shape[0], *heads, queries, keys)
 
@@ -199,6 +201,8 @@ def _attend_block(
     # A query that sees no key has only scores of -inf, and -inf - -inf would give nan.
     maximum = maximum.masked_fill(maximum == -torch.inf, 0.0)
     weights = [(block - maximum).exp() for block in scores]
+    # The blocks are added one after the other. A sum over a stack of all blocks may be in an order
+    # that depends on their number, and later blocks would change bits.
     total = weights[0].sum(-1, keepdim=True)
     out = weights[0] @ values[0]
     for weight, value in zip(weights[1:], values[1:], strict=True):

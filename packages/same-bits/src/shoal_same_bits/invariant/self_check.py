@@ -2,9 +2,9 @@
 
 Each operator is computed as one rank would do it, and as 2, 4 and 8 ranks would do it: every rank
 computes its samples, features or tokens, and the results are joined as collectives join them. All
-of this runs on the calling rank. The first module that is made parallel in the mode runs these
-checks for its device and dtype. `check_arithmetic` also compares collectives along the axes of a
-mesh with the tree on one rank.
+of this runs on the calling rank. The first module that is made parallel in `invariant_arithmetic`
+runs these checks for its device and dtype. `check_arithmetic` also compares collectives along the
+axes of a mesh with the tree on one rank.
 """
 
 from __future__ import annotations
@@ -30,13 +30,17 @@ from .norms_and_embeddings import embedding_gradient, sum_of_cells
 
 # Sizes of the operands: multiples of 8, so that up to 8 ranks can share each of them.
 BLOCKS = 8
+HEADS = 8
 SAMPLES = 8
 ROWS = 16
 FEATURES = 128
 # Numbers of ranks that are compared with one rank.
 DEGREES = (2, 4, 8)
 Draw = Callable[..., Tensor]
-Form = Callable[..., Tensor]
+# a function of operands
+Function = Callable[..., Tensor]
+# a function of a number of blocks, and of operands
+BlockForm = Callable[..., Tensor]
 
 
 class Compared(NamedTuple):
@@ -61,7 +65,7 @@ def _rms_norm(x: Tensor) -> Tensor:
     return functional.rms_norm(x, (FEATURES,), eps=1e-6)
 
 
-_NORMS: dict[str, Form] = {"layer_norm": _layer_norm, "rms_norm": _rms_norm}
+_NORMS: dict[str, Function] = {"layer_norm": _layer_norm, "rms_norm": _rms_norm}
 
 
 class Case(NamedTuple):
@@ -78,29 +82,38 @@ class Case(NamedTuple):
     """
 
     name: str
-    form: Form
+    form: BlockForm
     operands: str
     joined: int | None
 
 
+# A product of x and a weight has two kinds of blocks. `spread` computes blocks of the result's
+# features, and `sum_of_products` adds blocks of the features that are summed. `dim` is the dim of
+# the weight (output features, input features) that is in blocks.
+
+
 def _cases_over_samples() -> Iterator[Case]:
+    # Ranks with different samples do not share blocks: each rank computes all `BLOCKS`. So these
+    # forms ignore the rank's number of blocks.
     def linear(_: int, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return spread(x, weight, 0, BLOCKS, bias=bias)
+        return spread(x, weight, dim=0, blocks=BLOCKS, bias=bias)
 
     def input_gradient(_: int, grad: Tensor, weight: Tensor) -> Tensor:
-        return sum_of_products([(grad, weight)], 0, BLOCKS)
+        return sum_of_products([(grad, weight)], dim=0, blocks=BLOCKS)
 
     def gradient_of_weight(_: int, grad: Tensor, x: Tensor) -> Tensor:
-        return weight_gradient(grad, x, 0, BLOCKS)
+        return weight_gradient(grad, x, dim=0, blocks=BLOCKS)
 
     def gradient_of_bias(_: int, grad: Tensor) -> Tensor:
         return bias_gradient(grad, BLOCKS)
 
     def gradient_of_norm(_: int, grad: Tensor) -> Tensor:
-        return sum_of_cells(grad, None, 1, BLOCKS)
+        # `comm` is None, because this rank computes the parts of all ranks.
+        return sum_of_cells(grad, comm=None, dim=1, blocks=BLOCKS)
 
     def gradient_of_embedding(_: int, grad: Tensor, tokens: Tensor) -> Tensor:
-        return embedding_gradient(grad, tokens, FEATURES, -1)
+        # Tokens are below FEATURES, see `_draw_operands`; no row is padding.
+        return embedding_gradient(grad, tokens, rows=FEATURES, padding=-1)
 
     def sum_of_losses(_: int, grad: Tensor) -> Tensor:
         return tree_sum(grad.flatten())
@@ -116,25 +129,29 @@ def _cases_over_samples() -> Iterator[Case]:
 
 def _cases_over_features() -> Iterator[Case]:
     def output_columns(blocks: int, x: Tensor, weight: Tensor) -> Tensor:
-        return spread(x, weight, 0, blocks)
+        return spread(x, weight, dim=0, blocks=blocks)
 
     def input_rows(blocks: int, x: Tensor, weight: Tensor) -> Tensor:
-        return sum_of_products([(x, weight)], 1, blocks)
+        return sum_of_products([(x, weight)], dim=1, blocks=blocks)
 
     def input_gradient_columns(blocks: int, grad: Tensor, weight: Tensor) -> Tensor:
-        return spread(grad, weight, 1, blocks)
+        return spread(grad, weight, dim=1, blocks=blocks)
 
     def input_gradient_rows(blocks: int, grad: Tensor, weight: Tensor) -> Tensor:
-        return sum_of_products([(grad, weight)], 0, blocks)
+        return sum_of_products([(grad, weight)], dim=0, blocks=blocks)
 
-    def gradient_of_two_readers(blocks: int, g: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        return sum_of_products([(g, weight), (x, weight)], 0, blocks)
+    def gradient_of_two_readers(
+        blocks: int, grad: Tensor, other_grad: Tensor, weight: Tensor
+    ) -> Tensor:
+        # Two Linears read one input, so its gradient is the sum of two products. Both have the
+        # same weight here.
+        return sum_of_products([(grad, weight), (other_grad, weight)], dim=0, blocks=blocks)
 
     def weight_gradient_rows(blocks: int, grad: Tensor, x: Tensor) -> Tensor:
-        return weight_gradient(grad, x, 0, blocks)
+        return weight_gradient(grad, x, dim=0, blocks=blocks)
 
     def weight_gradient_columns(blocks: int, grad: Tensor, x: Tensor) -> Tensor:
-        return weight_gradient(grad, x, 1, blocks)
+        return weight_gradient(grad, x, dim=1, blocks=blocks)
 
     def gradient_of_bias(blocks: int, grad: Tensor) -> Tensor:
         return bias_gradient(grad, blocks)
@@ -147,6 +164,7 @@ def _cases_over_features() -> Iterator[Case]:
     yield Case("linear, over its input features", input_rows, "x2 w1", None)
     yield Case(f"{of_input}, over its input features", input_gradient_columns, "g w1", -1)
     yield Case(f"{of_input}, over its output features", input_gradient_rows, "g2 w0", None)
+    # x serves as the gradient of the second layer.
     yield Case("gradient of an input of several layers", gradient_of_two_readers, "g2 x2 w0", None)
     yield Case("gradient of a weight, over its dim 0", weight_gradient_rows, "g2 x", 0)
     yield Case("gradient of a weight, over its dim 1", weight_gradient_columns, "g x2", 1)
@@ -158,21 +176,28 @@ def _cases_over_features() -> Iterator[Case]:
 
 def _cases_over_tokens_and_heads() -> Iterator[Case]:
     def gradient_of_norm(blocks: int, grad: Tensor) -> Tensor:
+        # Ranks that share the tokens of each sample add their sums sample by sample, and all ranks
+        # then add the sums of the samples. So a rank's result here is one sum for each sample.
+        # Ranks that share the samples add the sums of their samples first.
         samples = torch.split(grad, 1)
-        return torch.stack([sum_of_cells(sample, None, 1, blocks) for sample in samples])
+        sums = [sum_of_cells(sample, comm=None, dim=1, blocks=blocks) for sample in samples]
+        return torch.stack(sums)
 
+    # `_with_gradient` stacks results in a new dim 0. So ranks that share dim 1 of the operands have
+    # parts of dim 2 of the result.
     for kind, norm in _NORMS.items():
         form = partial(_with_gradient, norm)
-        yield Case(kind, form, "g1 x1", 2)
+        yield Case(kind, form, "g1 x1", joined=2)
     yield Case("gradient of a norm, over tokens", gradient_of_norm, "g1", None)
     attention = partial(functional.scaled_dot_product_attention, is_causal=True)
     attention_with_gradient = partial(_with_gradient, attention)
     of_attention = "scaled_dot_product_attention"
-    yield Case(f"{of_attention}, over samples", attention_with_gradient, "h0 q0 k0 v0", 1)
-    yield Case(f"{of_attention}, over heads", attention_with_gradient, "h1 q1 k1 v1", 2)
+    yield Case(f"{of_attention}, over samples", attention_with_gradient, "h0 q0 k0 v0", joined=1)
+    yield Case(f"{of_attention}, over heads", attention_with_gradient, "h1 q1 k1 v1", joined=2)
 
 
-def _without_blocks(function: Form, _: int, x: Tensor) -> Tensor:
+def _without_blocks(function: Function, _: int, x: Tensor) -> Tensor:
+    """Call a function that computes each element alone, with any number of blocks."""
     return function(x)
 
 
@@ -190,7 +215,7 @@ def _draw_operands(draw: Draw) -> dict[str, Tensor]:
     operands["t"] = numbers.long().remainder(FEATURES)
     for name in "qkvh":
         # (8, 8, 16, 16): samples, heads, rows, features of a head
-        operands[name] = draw(BLOCKS, ROWS, FEATURES // BLOCKS)
+        operands[name] = draw(HEADS, ROWS, FEATURES // HEADS)
     operands["b"] = draw(FEATURES, samples=0)
     return operands
 
@@ -225,8 +250,8 @@ def _parts_of_ranks(operand: Tensor, dim: str, ranks: int) -> list[Tensor]:
     return [part.contiguous() for part in operand.chunk(ranks, int(dim))]
 
 
-def _with_gradient(function: Form, _: int, grad: Tensor, *inputs: Tensor) -> Tensor:
-    """Return the result and the gradients of the inputs, stacked."""
+def _with_gradient(function: Function, _: int, grad: Tensor, *inputs: Tensor) -> Tensor:
+    """Return the result and the gradients of the inputs, stacked in a new dim 0."""
     with torch.enable_grad():
         leaves = [tensor.detach().requires_grad_() for tensor in inputs]
         out = function(*leaves)
@@ -251,20 +276,31 @@ def _compare_clipping(draw: Draw) -> Iterator[Compared]:
 
 
 def _compare_chunks(draw: Draw, rows: int) -> Iterator[Compared]:
-    """Compute a sequence at once, and in chunks, in a mode with `rows` rows."""
-    # Example: with 4 rows there are chunks of 1, 4, 5 and 3 tokens. They begin at the tokens 0, 1,
-    # 5 and 10, so most of them do not begin where a part of 4 rows begins.
+    """Compute a sequence at once, and in chunks.
+
+    `rows` is the number of tokens that a kernel of the mode computes together.
+    """
+    # Example: with `rows=4` the kernels compute the tokens 0:4, 4:8, 8:12 and 12:13 of the whole
+    # sequence. The chunks have 1, 4, 5 and 3 tokens, and begin at the tokens 0, 1, 5 and 10. So in
+    # chunks most tokens are computed together with others than in the whole sequence.
     sizes = [1, rows, rows + 1, max(rows - 1, 1)]
     length = sum(sizes)
     x = draw(length, FEATURES)
     weight = draw(FEATURES, FEATURES, samples=0)
-    heads = (BLOCKS, length, FEATURES // BLOCKS)
+    heads = (HEADS, length, FEATURES // HEADS)
     q = draw(*heads)
     k = draw(*heads)
     v = draw(*heads)
-    functions: dict[str, Form] = {
-        "linear": lambda part: spread(part, weight, 0, BLOCKS),
-        "linear, summed in blocks": lambda part: sum_of_products([(part, weight)], 1, BLOCKS),
+
+    def linear(part: Tensor) -> Tensor:
+        return spread(part, weight, dim=0, blocks=BLOCKS)
+
+    def summed_linear(part: Tensor) -> Tensor:
+        return sum_of_products([(part, weight)], dim=1, blocks=BLOCKS)
+
+    functions: dict[str, Function] = {
+        "linear": linear,
+        "linear, summed in blocks": summed_linear,
         **_NORMS,
         "silu": functional.silu,
     }
@@ -298,6 +334,9 @@ def _differing_operators(device: str, dtype: torch.dtype, rows: int | None) -> l
         whole = (samples, *shape) if samples else shape
         return torch.randn(whole, generator=generator).to(device, dtype)
 
+    # The check must not change the program. Modes and subclasses of the user do not observe its
+    # functions (`unwatched_functions`), and activation checkpoints do not save its results
+    # (`unwatched`).
     with torch.no_grad(), unwatched_functions(), unwatched():
         compared = [*_compare_ranks(draw), *_compare_clipping(draw)]
         if rows is not None:
@@ -337,8 +376,12 @@ def check_arithmetic(mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> No
     arithmetic = current_arithmetic()
     rows = None if arithmetic is None else arithmetic.rows
     differing = _differing_operators(mesh.device_type, dtype, rows)
-    # The ranks add 64 elements in one exchange, and 2 ** 18 elements in two: two ways to check.
-    for axis, size in product(mesh.axis_names, (64, 1 << 18)):
+    # `all_reduce` adds up to 16 KiB in one exchange: each rank gets all terms. It adds larger
+    # tensors in two exchanges: each rank adds its part, and then gets the parts of the others. In
+    # float32 a small tensor has 256 bytes, and a large one has 1 MiB.
+    small = 64
+    large = 1 << 18
+    for axis, size in product(mesh.axis_names, (small, large)):
         differing += _differing_collectives(mesh, axis, size, dtype)
     _refuse(differing, mesh.device_type, dtype)
 
