@@ -6,7 +6,12 @@ from typing import Any
 
 from torch import nn
 
-from shoal_dtensor.modules.forwards import arithmetic, complete_forwards, current_arithmetic
+from shoal_dtensor.modules.forwards import (
+    DataDtypes,
+    arithmetic,
+    complete_forwards,
+    current_arithmetic,
+)
 from shoal_mesh import DeviceMesh, abstract_mesh
 
 
@@ -33,7 +38,7 @@ def test_the_mode_that_is_entered_completes_modules() -> None:
     with arithmetic(outer):
         complete_forwards(mesh, one, other)
         with arithmetic(inner):
-            complete_forwards(mesh, one, over_data=(None, None))
+            complete_forwards(mesh, one, over_data=DataDtypes(None, None))
         assert current_arithmetic() is outer
     assert current_arithmetic() is None
     assert outer.asked == [(mesh, one, None), (mesh, other, None)]

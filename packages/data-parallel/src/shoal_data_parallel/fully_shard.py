@@ -15,6 +15,7 @@ from torch import nn
 
 from shoal_dtensor.errors import LayoutError, StyleError
 from shoal_dtensor.internal import (
+    DataDtypes,
     check_plain_tensors,
     check_types,
     complete_forwards,
@@ -171,7 +172,7 @@ def install_unit(first_unit: Unit, cls: Any) -> None:
     """
     modules: list[Any] = first_unit.modules
     precision = first_unit.policies[0]
-    dtypes = (precision.param_dtype, precision.reduce_dtype)
+    dtypes = DataDtypes(compute=precision.param_dtype, reduce=precision.reduce_dtype)
     for unit in first_unit.peers:
         unit.peers = first_unit.peers
         complete_forwards(unit.axes.mesh, *modules, over_data=dtypes)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from shoal_dtensor import DTensor
 from shoal_dtensor.errors import LayoutError, StyleError
 from shoal_dtensor.internal import (
+    DataDtypes,
     check_materialized,
     check_plain_tensors,
     check_types,
@@ -265,7 +266,7 @@ def _install(state: Replicas, module: Any, src_data_rank: int | None) -> None:
     if not axes.num_sharding_axes and any(local_of(tensor).is_meta for tensor in tensors):
         state.awaited_rank = src_data_rank
     state.take_parameters()
-    complete_forwards(axes.mesh, module, over_data=(None, state.dtype))
+    complete_forwards(axes.mesh, module, over_data=DataDtypes(compute=None, reduce=state.dtype))
     register_owner(state)
     watch(axes.mesh)
     state.attach()

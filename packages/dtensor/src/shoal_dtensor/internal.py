@@ -69,6 +69,7 @@ from .layout.boxes import (
 )
 from .layout.dim_sharding import shard_sizes
 from .modules.forwards import (
+    DataDtypes,
     ModuleForward,
     arithmetic,
     complete_forwards,

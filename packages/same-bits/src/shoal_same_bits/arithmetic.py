@@ -31,7 +31,13 @@ from torch import nn
 
 from shoal_dtensor import Replicate
 from shoal_dtensor.errors import StyleError, TiedWeightError, UnsupportedModuleError
-from shoal_dtensor.internal import ReplacedAttention, arithmetic, check_types, set_forward
+from shoal_dtensor.internal import (
+    DataDtypes,
+    ReplacedAttention,
+    arithmetic,
+    check_types,
+    set_forward,
+)
 from shoal_mesh import DeviceMesh, sums_in_tree
 from shoal_tp_styles import Lowered, ModuleSharding, Port
 from shoal_tp_styles.internal import (
@@ -94,7 +100,8 @@ class InvariantArithmetic(BlockArithmetic):
         form = _FORMS.get(lowering)
         if form is not None:
             return form
-        # With a style that distributes parameters, the module itself computes on their shards.
+        # If the style distributes parameters, the module's own forward computes on their shards. It
+        # does not compute in blocks, so its bits would depend on the number of ranks.
         has_parameters = next(module.parameters(), None) is not None
         shards_parameters = sharding.distributes and has_parameters
         if lowering in _UNCHANGED and not shards_parameters:
@@ -105,16 +112,15 @@ class InvariantArithmetic(BlockArithmetic):
         self,
         mesh: DeviceMesh,
         module: nn.Module,
-        over_data: tuple[torch.dtype | None, torch.dtype | None] | None,
+        over_data: DataDtypes | None,
     ) -> None:
         """Give invariant forms to the modules without a style, and check the sums over data ranks.
 
         Args:
-            mesh: the mesh of the plan; with `over_data`, the mesh of the data ranks.
+            mesh: the mesh on which the model is made parallel: by data parallelism, which sums
+                gradients over this mesh, if `over_data` is given; otherwise by a plan of styles.
             module: the model.
-            over_data: the dtype of the computation (None for the dtype of the parameters) and the
-                dtype of the reduction over data ranks (None for the dtype of the computation).
-                Without data parallelism, `over_data` itself is None.
+            over_data: the dtypes of gradients that are summed over `mesh`; None if none are.
         """
         self._check_devices(module)
         # A lowering takes a mesh of one axis, over which it shards. The forms below shard nothing,
@@ -122,6 +128,8 @@ class InvariantArithmetic(BlockArithmetic):
         axis = mesh[mesh.axis_names[0]]
         for path, owner in module.named_modules():
             lowered = lowered_of(owner)
+            # An empty boundary is a style that only moves inputs and outputs. The module inside of
+            # it still computes by its own forward, and needs a form like a module without a style.
             has_form = lowered is not None and not _is_empty_boundary(lowered)
             if has_form or not _computes(owner):
                 continue
@@ -146,8 +154,8 @@ class InvariantArithmetic(BlockArithmetic):
             else:
                 set_forward(owner, completed)
         if over_data is not None:
-            _check_reduction(module, *over_data)
-            # Here `mesh` is that of the data ranks. One data rank sums nothing over ranks.
+            _check_reduction(module, over_data)
+            # Here `mesh` has the data ranks. One data rank sums nothing over ranks.
             if mesh.size() > 1:
                 refuse_tied(module)
 
@@ -193,17 +201,15 @@ def _form_without_style(module: nn.Module) -> type[Lowered] | None:
     return form
 
 
-def _check_reduction(
-    module: nn.Module, compute_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
-) -> None:
+def _check_reduction(module: nn.Module, over_data: DataDtypes) -> None:
     """Refuse a reduction over data ranks in another dtype than the sums on each rank."""
     for param in module.parameters():
-        dtype = compute_dtype or param.dtype
-        if param.is_floating_point() and reduce_dtype not in (None, dtype):
+        dtype = over_data.compute or param.dtype
+        if param.is_floating_point() and over_data.reduce not in (None, dtype):
             raise StyleError(
                 f"invariant_arithmetic: each rank adds gradients in {dtype}, but ranks would add "
-                f"them in {reduce_dtype}, which gives a different sum. Leave out reduce_dtype, or "
-                f"compute in {reduce_dtype}"
+                f"them in {over_data.reduce}, which gives a different sum. Leave out "
+                f"reduce_dtype, or compute in {over_data.reduce}"
             )
 
 
@@ -277,9 +283,10 @@ def refuse_tied(module: nn.Module) -> None:
     first: dict[nn.Parameter, str] = {}
     for path, owner in module.named_modules():
         for place, param in owner.named_parameters(path, recurse=False, remove_duplicate=False):
-            if first.setdefault(param, place) != place:
+            first_place = first.setdefault(param, place)
+            if first_place != place:
                 raise TiedWeightError(
-                    f"invariant_arithmetic: {first[param]!r} and {place!r} are one parameter: "
+                    f"invariant_arithmetic: {first_place!r} and {place!r} are one parameter: "
                     "each rank adds its gradients before they are summed over data ranks, in a "
                     "different order than on one device. Untie them (tie_word_embeddings=False), "
                     "or use one data rank"

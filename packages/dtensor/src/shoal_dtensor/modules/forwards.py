@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from types import FunctionType, MethodType
-from typing import Any, ClassVar, Literal, Protocol, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -179,10 +179,17 @@ def _call_with_signature(cls: type[ModuleForward], forward: Any) -> FunctionType
 
 # --- the mode of arithmetic -----------------------------------------------------------------------
 
-# The dtype of the computation (None: that of the parameters), and the dtype of the reduction over
-# data ranks (None: that of the computation).
-DataDtypes = tuple[torch.dtype | None, torch.dtype | None]
-"""The dtypes of gradients: (computed in, summed over data ranks in); None for the parameter's."""
+
+class DataDtypes(NamedTuple):
+    """The dtypes of gradients that data parallelism sums.
+
+    Attributes:
+        compute: the dtype of the computation; None for the dtype of the parameters.
+        reduce: the dtype of the sums over data ranks; None for the dtype of the computation.
+    """
+
+    compute: torch.dtype | None
+    reduce: torch.dtype | None
 
 
 class Arithmetic(Protocol):
@@ -204,7 +211,8 @@ class Arithmetic(Protocol):
         """Give the modules of a tree that no style shards the forwards that they need.
 
         Args:
-            mesh: the mesh of the plan; with `over_data`, the mesh of the data ranks.
+            mesh: the mesh on which the modules are made parallel: by data parallelism, which sums
+                gradients over this mesh, if `over_data` is given; otherwise by a plan of styles.
             module: the root of the tree.
             over_data: the dtypes of gradients that are summed over `mesh`; None if none are.
         """
