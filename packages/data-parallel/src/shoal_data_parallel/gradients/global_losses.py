@@ -2,25 +2,29 @@
 
 A backward begins at a plain loss, of which each rank has its own, or at a DTensor loss, which the
 ranks of its mesh share. For plain losses, data parallelism sums the ranks' gradients and divides by
-the number of ranks: this is the gradient of the mean loss. A gradient that crosses from DTensors to
-a plain parameter comes from a shared loss, and needs another division:
+the number of ranks: this is the gradient of the mean loss.
 
-    a shard on each rank        from_local(x, mesh, [Shard(0)]): the sum over ranks is the whole
-                                gradient, so it is divided by 1. The pass records these ranks.
+A gradient crosses where it goes from a DTensor to a plain tensor, or back. If it leaves DTensors
+for a plain parameter, it comes from a shared loss, and needs another division. There are two cases.
+The numbers are an example of 2 ranks, where the gradient of the shared loss is 8:
+
+    a shard on each rank        from_local(x, mesh, [Shard(0)]). The ranks have 3 and 5, and the sum
+                                over ranks is the whole gradient 8, so it is divided by 1. The pass
+                                records that these ranks share the loss.
     the whole on each rank      from_local(p, mesh, [Replicate()]), or a plain parameter among
-                                DTensors: the sum would count it once for each of these ranks, so
-                                it is divided here by their number.
+                                DTensors. The ranks have 8 and 8, and the sum would count 8 twice.
+                                So each 8 is divided here by the number of ranks, to 4 and 4.
 
-The opposite crossing is `full_tensor()`, outside of a forward, of a parameter that `fully_shard`
-holds. Each rank computes with all values, so the gradients are summed and divided as for plain
-losses.
+The opposite crossing is that of `full_tensor()`, outside of a forward, of a parameter that
+`fully_shard` holds. Example: each rank computes a plain loss `F.linear(rows, full_weight).mean()`
+of its own rows. The ranks' gradients 3 and 5 are then summed and divided as for plain losses, to 4.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, Literal
 
 from torch import Tensor
@@ -42,28 +46,36 @@ from .reducer import Reducer
 
 Ranks = frozenset[int]
 NO_RANKS: Ranks = frozenset()
+Origin = Literal["global", "local", "unclear"]
 
 
 @dataclass(slots=True)
 class LossOfRanks:
     """The loss at which a backward pass began, for one set of data-parallel ranks.
 
-    Crossings are gradients between plain tensors and DTensors. The first crossing over these ranks
-    shows the origin: gradients that leave DTensors come from a DTensor loss ("global"). Gradients
-    that enter DTensors as shards or summands of ranks come from a loss of each rank ("local").
-    Gradients that enter as equal ones, through `full_tensor()`, come from a plain loss that may in
-    part or whole be one loss of all ranks ("unclear").
+    A backward runs from the loss to the parameters, so the first crossing over these ranks shows
+    the origin. In the examples `out` is a DTensor:
+
+    | origin    | program                            | first crossing of the gradient              |
+    | --------- | ---------------------------------- | ------------------------------------------- |
+    | "global"  | out.mean().backward()              | it leaves DTensors                          |
+    | "local"   | out.to_local().mean().backward(),  | it enters DTensors as shards or as summands |
+    |           | `out` sharded by rows              | of the ranks, so each rank has its own loss |
+    | "unclear" | loss = out.mean().full_tensor();   | it enters DTensors as one gradient, equal   |
+    |           | (loss + own_loss).backward()       | on all ranks. The plain loss may be one     |
+    |           |                                    | loss of all ranks, in whole or in part      |
     """
 
-    origin: Literal["global", "local", "unclear"] | None = None
+    origin: Origin | None = None
     # ranks that hold shards of the gradient of one loss
     sharing: Ranks = NO_RANKS
-    # the same for the origin "unclear": a part of the loss may be each rank's own
-    unclear: Ranks = NO_RANKS
+    # ranks that hold shards of a gradient of the origin "unclear": they share a loss, unless each
+    # rank has added a loss of its own
+    perhaps_sharing: Ranks = NO_RANKS
     # whether a gradient entered DTensors as shards, so that each rank has a loss of its own
     enters_as_shards: bool = False
 
-    def begin_at(self, origin: Literal["global", "local", "unclear"]) -> None:
+    def begin_at(self, origin: Origin) -> None:
         """Record the origin, unless an earlier crossing has shown it."""
         if self.origin is None:
             self.origin = origin
@@ -73,7 +85,7 @@ class LossOfRanks:
         if self.origin == "global":
             self.sharing |= ranks
         elif self.origin == "unclear":
-            self.unclear |= ranks
+            self.perhaps_sharing |= ranks
 
 
 @dataclass(slots=True)
@@ -95,37 +107,37 @@ class LossesOfPass:
         """Return the reducer that delivers the gradient of a parameter, or None."""
         if not self._reducers:
             for owner in live_owners():
-                assert isinstance(owner, Reducer), "notes of this type were made here"
+                assert isinstance(owner, Reducer), "only reducers call register_owner"
                 self._reducers.update((id(leaf), owner) for leaf in owner.leaves())
         return self._reducers.get(id(parameter))
 
 
 @dataclass(frozen=True, slots=True)
 class DataCrossing:
-    """The ranks that hold copies or shards of a tensor, for one set of data-parallel ranks."""
+    """The ranks over which a tensor's gradient crosses, for one set of data-parallel ranks."""
 
     data: Ranks
     # the ranks that hold copies of this rank's shard, including ranks outside of `data`
-    replicated: Ranks
+    ranks_with_copies: Ranks
     # the ranks that hold the shards of the tensor, including ranks outside of `data`
-    sharded: Ranks
+    ranks_with_shards: Ranks
 
 
-def divisor_of(reducer: Reducer, ranks_of_loss: int) -> float:
+def divisor_of(reducer: Reducer, sharing_ranks: int) -> float:
     """Return the divisor of summed gradients.
 
-    It is the divisor that the user has set. By default a loss counts once if `ranks_of_loss` ranks
-    share it: the divisor is the number of such losses.
+    It is the divisor that the user has set, and otherwise the number of losses. Example: 8 ranks in
+    groups of `sharing_ranks=2`, which share a loss, have 4 losses.
     """
     if reducer.divisor is not None:
         return reducer.divisor
-    return reducer.axes.mesh.size() / ranks_of_loss
+    return reducer.axes.mesh.size() / sharing_ranks
 
 
-def ranks_of_loss(reducer: Reducer) -> int:
-    """Return how many data-parallel ranks share one loss in the passes that run.
+def count_sharing_ranks(reducer: Reducer) -> int:
+    """Count the data-parallel ranks that share one loss in the passes that run.
 
-    It is 1 if each rank has its own loss.
+    The count is 1 if each rank has its own loss.
 
     Raises:
         StyleError: if that is unknown and the divisor of gradients is not set.
@@ -133,9 +145,14 @@ def ranks_of_loss(reducer: Reducer) -> int:
     data = ranks_of(reducer.axes.mesh)
     passes = running_notes(LossesOfPass)
     losses = [one.by_data[data] for one in passes if data in one.by_data]
-    if reducer.is_on_data_axes and not any(loss.enters_as_shards for loss in losses):
+    # The model computes on DTensors on the data axes, so its loss is one loss of all ranks, and no
+    # gradient need cross. But if a gradient has entered as shards, each rank has called
+    # `to_local()` and has computed a loss of its own.
+    each_has_own_loss = any(loss.enters_as_shards for loss in losses)
+    if reducer.is_on_data_axes and not each_has_own_loss:
         return len(data)
-    if reducer.divisor is None and any(len(loss.unclear & data) > 1 for loss in losses):
+    is_unclear = any(len(loss.perhaps_sharing & data) > 1 for loss in losses)
+    if reducer.divisor is None and is_unclear:
         raise StyleError(
             "a backward began at a plain loss and went through full_tensor() or to_local() of a "
             "DTensor, and through from_local() of this rank's shard. Either the loss is shared "
@@ -155,8 +172,8 @@ class _DataCrossings:
     def enter(self, node: Any, grad: Tensor, spec: Spec) -> tuple[Tensor, Spec]:
         """Return the gradient that a DTensor gets from the result of `to_local()`, and its layout.
 
-        For the values of a parameter that each rank uses by default, it is a summand of the ranks'
-        sum.
+        Each rank may use a parameter's values in a loss of its own. If the user did not pass
+        `grad_placements`, the ranks' gradients are therefore taken as summands (`Partial`).
         """
         crossings = _data_crossings(spec.mesh, _is_replicated(spec))
         if isinstance(grad, FakeTensor) or not crossings:
@@ -165,15 +182,22 @@ class _DataCrossings:
         reducer = _reducer_of_values(node, losses)
         for crossing in crossings:
             loss = losses.over(crossing.data)
-            loss.enters_as_shards |= bool(crossing.sharded)
+            loss.enters_as_shards |= bool(crossing.ranks_with_shards)
+            # A gradient of a parameter's values does not show the origin: the values may be used
+            # by a loss of each rank, or by a penalty of all ranks.
             if reducer is None:
-                loss.begin_at("unclear" if crossing.replicated else "local")
+                loss.begin_at("unclear" if crossing.ranks_with_copies else "local")
         if reducer is None:
             return grad, spec
-        if not _copies(crossings) or not node.by_default:
+        has_copies = bool(_copies(crossings))
+        # set by `to_local()`: true if the user did not pass `grad_placements`
+        takes_default_placements = node.by_default
+        if not has_copies or not takes_default_placements:
             return grad, spec
-        # A number computed from parameters with dims is a loss of all ranks.
-        if not grad.ndim and _has_leaf_with_dims(node):
+        # A number that was computed from parameters with dims is a penalty that all ranks share,
+        # such as `weight.square().sum().full_tensor()`. All ranks have its whole gradient, and a
+        # sum of them would count the penalty once for each rank.
+        if grad.ndim == 0 and _has_leaf_with_dims(node):
             return grad, spec
         return _summand(grad, spec, reducer)
 
@@ -190,54 +214,83 @@ class _DataCrossings:
         for crossing in crossings:
             loss = losses.over(crossing.data)
             loss.begin_at("global")
-            loss.add_sharing(crossing.sharded)
-        replicated = _copies(crossings)
-        reducers = {*_reducers_below(node, losses)} if replicated else set()
-        if reducers <= {None}:
+            loss.add_sharing(crossing.ranks_with_shards)
+        factor = _factor_of_copies(node, losses, _copies(crossings))
+        if factor is None:
             return grad
-        shares = {_share(losses, reducer, replicated) for reducer in reducers}
-        if len(shares) > 1:
-            raise StyleError(
-                "a plain tensor is treated as replicated among DTensors, but it was computed "
-                "from parameters whose gradients data parallelism sums in different ways, or "
-                "does not sum. Make a DTensor of each: DTensor.from_local(parameter, mesh, "
-                "[Replicate()])"
-            )
+        # Ranks with copies share a loss only if a reducer sums their gradients, therefore they are
+        # recorded after `_factor_of_copies`. With the origin "unclear" they need no record, because
+        # the mean of equal gradients is correct for a loss of all ranks too.
         for crossing in crossings:
             loss = losses.over(crossing.data)
             if loss.origin == "global":
-                loss.add_sharing(crossing.replicated)
-        (share,) = shares
-        return grad if share == 1 else grad * share
+                loss.add_sharing(crossing.ranks_with_copies)
+        return grad if factor == 1 else grad * factor
 
 
-def _share(losses: LossesOfPass, reducer: Reducer | None, replicated: Ranks) -> float:
-    """Return the factor with which the reduction counts a gradient, whole on each rank, once."""
+def _factor_of_copies(node: Any, losses: LossesOfPass, copies: Ranks) -> float | None:
+    """Return the factor of a gradient that each of the ranks `copies` has whole.
+
+    Returns None if no reducer sums the gradient over ranks with copies.
+
+    Raises:
+        StyleError: if the gradient goes to parameters that need different factors.
+    """
+    if not copies:
+        return None
+    reducers = set(_reducers_below(node, losses))
+    if not reducers or reducers == {None}:
+        return None
+    factors = {_factor_for(reducer, losses, copies) for reducer in reducers}
+    if len(factors) > 1:
+        raise StyleError(
+            "a plain tensor is treated as replicated among DTensors, but it was computed "
+            "from parameters whose gradients data parallelism sums in different ways, or "
+            "does not sum. Make a DTensor of each: DTensor.from_local(parameter, mesh, "
+            "[Replicate()])"
+        )
+    return factors.pop()
+
+
+def _factor_for(reducer: Reducer | None, losses: LossesOfPass, copies: Ranks) -> float:
+    """Return the factor of a whole gradient, so that the sum of a reducer counts it once.
+
+    Example: 2 ranks each have the gradient 8. With the factor 1 / 2, their sum is 4 + 4 = 8.
+
+    Args:
+        reducer: the reducer that sums the gradient; None if no reducer does.
+        losses: the losses of the pass.
+        copies: the ranks that each have the whole gradient.
+    """
     if reducer is None:
         return 1
     data = ranks_of(reducer.axes.mesh)
     if losses.over(data).origin == "unclear" and reducer.divisor is None:
         # the reduction takes the mean of the equal gradients
         return 1
-    return 1 / max(len(replicated & data), 1)
+    return 1 / max(len(copies & data), 1)
 
 
 def _summand(grad: Tensor, spec: Spec, reducer: Reducer) -> tuple[Tensor, Spec]:
     """Return the gradient of a parameter's values on each rank as a summand.
 
     The summands are added over the ranks that hold the values, and divided as the reducer divides.
-    With 2 replicas of 2 shards, `to_local()` shows a shard on 2 of 4 ranks: divided by 4, the
-    gradient would be half of the correct one.
+
+    Example: 2 replicas of 2 shards are 4 data-parallel ranks. `to_local()` gives one shard to the 2
+    ranks that hold it, whose losses give it the gradients 3 and 5. The reducer would divide a sum
+    of 4 gradients by 4, but this sum has 2: (3 + 5) / 4 = 2 is half of the mean. So the divisor is
+    4 * 2 / 4 = 2.
     """
     data = ranks_of(reducer.axes.mesh)
-    over = [axis for axis, p in enumerate(spec.placements) if p.is_replicate()]
-    axes = [axis for axis in over if {*_along(spec.mesh, axis)} <= data]
     placements: list[Placement] = [*spec.placements]
     holders = 1
-    for axis in axes:
-        placements[axis] = Partial()
-        holders *= spec.mesh.shape[axis]
-    divisor = divisor_of(reducer, ranks_of_loss(reducer)) * holders / len(data)
+    for axis, placement in enumerate(spec.placements):
+        if placement.is_replicate() and data.issuperset(_along(spec.mesh, axis)):
+            placements[axis] = Partial()
+            holders *= spec.mesh.shape[axis]
+    # the reducer's divisor, which is for a sum of one gradient from each rank of `data`
+    divisor_of_all = divisor_of(reducer, count_sharing_ranks(reducer))
+    divisor = divisor_of_all * holders / len(data)
     return grad / divisor, spec.with_(placements=placements)
 
 
@@ -247,6 +300,7 @@ def _reducer_of_values(node: Any, losses: LossesOfPass) -> Reducer | None:
     Returns None if it is computed from anything else, too.
     """
     reducers: set[Reducer | None] = set()
+    # The search goes no further at a node of `from_local()`, but yields the node itself.
     for below in nodes_below(node, _is_from_local):
         leaf = getattr(below, "variable", None)
         if leaf is not None:
@@ -263,16 +317,22 @@ def _has_leaf_with_dims(node: Any) -> bool:
 
 
 def _reducers_below(node: Any, losses: LossesOfPass) -> Iterator[Reducer | None]:
-    """Yield the reducers of all parameters that a tensor depends on; None for one without."""
+    """Yield the reducers of all parameters that a tensor depends on; None for one without.
 
-    def takes_whole(below: Any) -> bool:
-        return _takes_whole(below) and _reducer_of_values(below, losses) is None
+    The search ends at a node such as `full_tensor()`, which takes the whole gradient, so that no
+    reducer need sum it. An exception is `full_tensor()` of a parameter's values, see `enter`.
+    """
 
-    for below in nodes_below(node, takes_whole):
+    # Cached, because `nodes_below` and the loop both ask, and the answer searches the graph.
+    @cache
+    def ends_search(below: Any) -> bool:
+        return _takes_whole_gradient(below) and _reducer_of_values(below, losses) is None
+
+    for below in nodes_below(node, ends_search):
         leaf = getattr(below, "variable", None)
         if leaf is not None:
             yield losses.reducer_of(leaf)
-        elif takes_whole(below):
+        elif ends_search(below):
             yield None
 
 
@@ -280,10 +340,16 @@ def _is_from_local(node: Any) -> bool:
     return getattr(node, "_forward_cls", None) is FromLocal
 
 
-def _takes_whole(node: Any) -> bool:
-    """Return whether a node needs one loss's whole gradient on each rank, as `full_tensor()`."""
-    shares = getattr(getattr(node, "_forward_cls", None), "gradient_shares", None)
-    return shares is not None and shares(node) is None
+def _takes_whole_gradient(node: Any) -> bool:
+    """Tell whether the backward of a node needs the whole gradient of one loss on each rank.
+
+    A `Function` declares this by a method `gradient_shares(node)`. It returns the ranks whose
+    gradients the backward adds, and None if the backward takes a whole gradient, like that of
+    `full_tensor()`.
+    """
+    function = getattr(node, "_forward_cls", None)
+    gradient_shares = getattr(function, "gradient_shares", None)
+    return gradient_shares is not None and gradient_shares(node) is None
 
 
 @lru_cache(maxsize=4096)
@@ -324,10 +390,10 @@ def _data_crossings(mesh: DeviceMesh, is_replicated: tuple[bool, ...]) -> tuple[
     shards = _along_all(mesh, is_replicated, wanted=False)
     found = []
     for data in sorted(_watched, key=sorted):
-        replicated = copies if len(copies & data) > 1 else NO_RANKS
-        sharded = shards if len(shards & data) > 1 else NO_RANKS
-        if replicated or sharded:
-            found.append(DataCrossing(data, replicated, sharded))
+        ranks_with_copies = copies if len(copies & data) > 1 else NO_RANKS
+        ranks_with_shards = shards if len(shards & data) > 1 else NO_RANKS
+        if ranks_with_copies or ranks_with_shards:
+            found.append(DataCrossing(data, ranks_with_copies, ranks_with_shards))
     return tuple(found)
 
 
@@ -339,7 +405,7 @@ def _along_all(mesh: DeviceMesh, is_replicated: tuple[bool, ...], *, wanted: boo
 
 def _copies(crossings: tuple[DataCrossing, ...]) -> Ranks:
     """Return the ranks that hold copies over any data axes."""
-    return NO_RANKS.union(*(crossing.replicated for crossing in crossings))
+    return NO_RANKS.union(*(crossing.ranks_with_copies for crossing in crossings))
 
 
 _CROSSINGS = _DataCrossings()

@@ -19,7 +19,7 @@ from shoal_dtensor.internal import check_types, redistribute_shards
 from ..parameters.data_axes import DataAxes
 from ..parameters.sharded_parameters import ShardedParameter
 from .communication import Communication
-from .global_losses import divisor_of, ranks_of_loss
+from .global_losses import count_sharing_ranks, divisor_of
 from .reducer import Reducer
 
 # by index of the parameter: a gradient, or None if this pass has none
@@ -56,7 +56,7 @@ class Group(Reducer):
         # whether a pass that added to the kept gradients still runs, or has failed
         self.partially_accumulated = False
         # how many ranks share the loss of the kept gradients
-        self.kept_ranks_of_loss = 1
+        self.kept_sharing_ranks = 1
         self.communication = Communication()
 
     @property
@@ -80,7 +80,7 @@ class Group(Reducer):
         pass is over. The first gradient is copied itself, because autograd may pass one tensor to
         several parameters.
         """
-        self._check_same_loss(ranks_of_loss(self))
+        self._check_same_loss(count_sharing_ranks(self))
         self.partially_accumulated = True
         local, spec = self.parameters[i].gradient(grad)
         if i in self.kept:
@@ -97,16 +97,16 @@ class Group(Reducer):
                 many ranks as the loss of kept gradients.
         """
         if adds or not self.holds_gradients:
-            self._check_same_loss(ranks_of_loss(self))
-        return divisor_of(self, self.kept_ranks_of_loss)
+            self._check_same_loss(count_sharing_ranks(self))
+        return divisor_of(self, self.kept_sharing_ranks)
 
     def _check_same_loss(self, ranks: int) -> None:
         if not self.holds_gradients:
-            self.kept_ranks_of_loss = ranks
-        if self.divisor is None and ranks != self.kept_ranks_of_loss:
+            self.kept_sharing_ranks = ranks
+        if self.divisor is None and ranks != self.kept_sharing_ranks:
             raise StyleError(
                 f"{self.made_by}: the kept gradients of {self.name!r} belong to a loss shared by "
-                f"{self.kept_ranks_of_loss} data-parallel ranks, and the gradients of this "
+                f"{self.kept_sharing_ranks} data-parallel ranks, and the gradients of this "
                 f"backward to a loss shared by {ranks}, so their sum has no common divisor. Call "
                 "set_gradient_divide_factor(), whose divisor then applies to all gradients, or "
                 "reduce after each backward"
