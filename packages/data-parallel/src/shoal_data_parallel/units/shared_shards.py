@@ -1,12 +1,14 @@
-"""The shards that all replicas share, of parameters whose leaves are divided among the replicas.
+"""Shared shards: the shards of a parameter that are equal on all replicas.
 
-With 2 replicas and 2 shards, and a weight of 8 rows:
+With `shard_optimizer=True`, a parameter exists on three levels. With 2 replicas and 2 shards, and a
+weight of 8 rows:
 
                      rows of a rank    made by
     leaf             2                 the optimizer's step
     shared shard     4                 a gather over the replicas, in the first forward after a step
     gathered         8                 a gather over the shards, in each forward and backward
 
+The leaf is the parameter that the optimizer gets: the replicas divide each shard among themselves.
 A rank keeps the shared shards from step to step.
 """
 
@@ -27,7 +29,7 @@ from shoal_mesh import purpose
 from ..parameters.sharded_parameters import ShardedParameter
 from ..parameters.shards_to_send import shards_to_send
 
-# The process groups of a world, and the version of one leaf.
+# A weak reference to the default process group, followed by the version of one leaf.
 _Version = tuple[object, ...]
 
 
@@ -58,24 +60,32 @@ class SharedShards:
     def start_to_update(self, parameters: Sequence[ShardedParameter]) -> None:
         """Send the leaves that were written to since they were sent last.
 
-        Leaves of frozen parameters are sent once. A new world gets all leaves, because a collective
-        of the old world may have ended on some ranks only.
+        Leaves of frozen parameters are never written to, so they are sent once. After
+        `restart_world` all leaves are sent again, because a collective of the old world may have
+        ended on some ranks only.
         """
         world = dist.group.WORLD
-        versions = [(world and ref(world), *p.version()) for p in parameters]
+        world_version = None if world is None else ref(world)
+        versions = [(world_version, *parameter.version()) for parameter in parameters]
         sent = dict(self._versions)
         if self._in_flight is not None:
             sent |= self._in_flight.versions
         stale = [i for i, version in enumerate(versions) if sent.get(i) != version]
         if not stale:
             return
+        # Only one update is in flight at a time. The update before ends here, even if it has none
+        # of the stale leaves.
         self.finish()
-        moves = [parameters[i].move_to_replicas() for i in stale]
+        stale_parameters = [parameters[i] for i in stale]
+        # A move is two layouts: that of the leaf, and that of the shared shard.
+        moves = [parameter.move_to_replicas() for parameter in stale_parameters]
         with purpose(f"fully_shard gathers {self._name} over replicas"):
-            values = redistribute_shards(shards_to_send([parameters[i] for i in stale]), moves)
-        layouts = [layout for _, layout in moves]
+            values = redistribute_shards(shards_to_send(stale_parameters), moves)
+        shared_layouts = [shared for _, shared in moves]
         self._in_flight = _Updates(
-            values, dict(zip(stale, layouts, strict=True)), {i: versions[i] for i in stale}
+            values,
+            layouts=dict(zip(stale, shared_layouts, strict=True)),
+            versions={i: versions[i] for i in stale},
         )
 
     def finish(self) -> None:
@@ -84,8 +94,10 @@ class SharedShards:
         self._in_flight = None
         if updates is None:
             return
-        # later forwards, too, use shards that were gathered under inference_mode
+        # The forward that waits may run in inference_mode. The memory that is made there would be
+        # inference tensors, which a later forward with autograd cannot use.
         with torch.inference_mode(False), torch.no_grad():
+            # `wait` calls the function when the values have arrived, not before.
             updates.values.wait(lambda: self._memory(updates.layouts))
         self._versions |= updates.versions
 
