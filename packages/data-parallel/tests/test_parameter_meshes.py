@@ -346,10 +346,10 @@ def test_data_axes_of_a_mesh(world: DeviceMesh) -> None:
     assert (both.shard_mesh_dim, both.replicate_mesh_dim) == (1, 0)
     one = mesh_info(world["shards"])
     assert type(one) is FSDPMeshInfo
-    assert one.axes.ranks_of_shards == 2
+    assert one.axes.num_shards == 2
     named = mesh_info(world, DataParallelMeshDims(shard=("copies", "shards")))
     assert named.is_spmd_mesh
-    assert named.axes.ranks_of_shards == 4
+    assert named.axes.num_shards == 4
     with pytest.raises(LayoutError, match="expected one or two data axes"):
         mesh_info(world.unflatten(0, (1, 2), ("more", "copies")))
 

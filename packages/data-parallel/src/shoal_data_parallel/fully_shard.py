@@ -198,7 +198,7 @@ def _checked_resharding(setting: object, axes: DataAxes) -> bool | int | None:
     """
     if setting is None or isinstance(setting, bool):
         return setting
-    ranks = axes.ranks_of_shards
+    ranks = axes.num_shards
     if not isinstance(setting, int) or setting < 1 or ranks % setting:
         raise LayoutError(
             "fully_shard: reshard_after_forward must be True, False, None, or a number that "

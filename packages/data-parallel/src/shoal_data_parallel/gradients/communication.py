@@ -307,7 +307,7 @@ class CustomScatter:
         *,
         averages: bool,
     ) -> None:
-        self.divided_by = axes.ranks_of_shards if averages else 1
+        self.divided_by = axes.num_shards if averages else 1
         self._rank = axes.sharding_group.rank()
         self._count = len(moves)
         self._buffers: list[_Buffers] = []

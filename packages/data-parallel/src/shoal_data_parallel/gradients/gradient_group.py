@@ -48,7 +48,7 @@ class Group(Reducer):
         self.axes = axes
         # computed once, because every backward reads them
         self.has_replicas = axes.has_replicas
-        self.ranks_of_leaves = axes.ranks_of_leaves
+        self.num_leaf_shards = axes.num_leaf_shards
         # by parameter the local gradient of earlier passes, and its layout
         self.kept: Kept = {}
         # the same, reduced over the shards but not over the replicas

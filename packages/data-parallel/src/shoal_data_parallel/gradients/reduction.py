@@ -364,7 +364,7 @@ def _collect(group: Group, grads: Grads, kept: Kept) -> _Collected:
     partial = [group.parameters[i].partial for i in group.trained]
     tensors = in_wanted_layouts(tensors, layouts, partial)
     columns = len(present) + group.extra_flags
-    flags = tensors[0].new_ones((group.ranks_of_leaves, columns))
+    flags = tensors[0].new_ones((group.num_leaf_shards, columns))
     # filled on the device, so that the host does not wait for a copy to it
     for at, is_present in enumerate(present):
         if not is_present:
@@ -442,7 +442,7 @@ def _move_of_flags(
     """
     data = [Partial()] * axes.mesh.ndim
     inner = [Replicate()] * (partial.mesh.ndim - axes.mesh.ndim)
-    flags = Spec(partial.mesh, [*data, *inner], (axes.ranks_of_leaves, count), None, dtype=dtype)
+    flags = Spec(partial.mesh, [*data, *inner], (axes.num_leaf_shards, count), None, dtype=dtype)
     order = ((0, axes.axes_of_leaves),) if axes.axes_of_leaves else ()
     placements = [*axes.placements(Shard(0)), *inner]
     return flags, flags.with_(placements=placements, shard_order=order)

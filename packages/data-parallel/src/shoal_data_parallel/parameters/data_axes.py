@@ -1,4 +1,7 @@
-"""The axes of data parallelism, and the layouts that they give to parameters."""
+"""The axes of data parallelism, and the layouts that they give to parameters.
+
+A leaf is the parameter that the optimizer gets: a shard of a model's parameter.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +13,23 @@ import torch.distributed as dist
 from shoal_dtensor import Placement, Replicate, Shard
 from shoal_dtensor.errors import LayoutError
 from shoal_mesh import Comm, DeviceMesh
+from shoal_mesh.internal import OldAttribute
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DataAxes:
     """The axes of data parallelism."""
 
-    mesh: DeviceMesh  # the mesh of these axes alone
+    # the mesh of these axes alone
+    mesh: DeviceMesh
     # this many of the last axes shard parameters; the other axes hold replicas
     num_sharding_axes: int = 1
-    # the names that these axes have in a mesh on which parameters are DTensors (`dp_mesh_dims`),
-    # and this mesh
+    # the names of these axes in `spmd_mesh` (`dp_mesh_dims`)
     names: tuple[str, ...] = ()
+    # the mesh on which parameters are DTensors, if these axes are axes of it
     spmd_mesh: DeviceMesh | None = None
-    # whether the axis of replicas shards the leaves too: each replica then updates a part of the
-    # shards that all replicas have
+    # Whether the axis of replicas shards the leaves too. Example: 2 replicas have a shard of 4 rows
+    # each, the same 4 rows. The optimizer of each replica then updates a leaf of 2 of these rows.
     shards_over_replicas: bool = False
 
     def __post_init__(self) -> None:
@@ -39,8 +44,11 @@ class DataAxes:
         return self.mesh.comm(tuple(range(self.mesh.ndim)))
 
     @property
-    def ranks_of_shards(self) -> int:
+    def num_shards(self) -> int:
+        """The number of shards of a parameter, not counting replicas."""
         return prod(self.mesh.shape[self.mesh.ndim - self.num_sharding_axes :])
+
+    ranks_of_shards = OldAttribute("num_shards")
 
     @property
     def axes_of_leaves(self) -> tuple[int, ...]:
@@ -54,8 +62,8 @@ class DataAxes:
         return (*sharding, *range(replicas)) if self.shards_over_replicas else sharding
 
     @property
-    def ranks_of_leaves(self) -> int:
-        """The number of different shards of a leaf."""
+    def num_leaf_shards(self) -> int:
+        """The number of parts into which leaves divide a parameter."""
         return prod(self.mesh.shape[axis] for axis in self.axes_of_leaves)
 
     @property
@@ -65,25 +73,33 @@ class DataAxes:
 
     @property
     def sharding_group(self) -> dist.ProcessGroup:
-        """The process group of the last axis."""
+        """The process group of the last axis, for collectives of the user.
+
+        `fully_shard` makes one axis of all axes that shard, so the last axis is the only one.
+        """
         return self.mesh.comm((self.mesh.ndim - 1,)).group
 
     @property
     def coordinates_of_group(self) -> list[int]:
         """The coordinates on the last axis, in the order of the ranks of its group."""
         comm = self.mesh.comm((self.mesh.ndim - 1,))
-        order = range(comm.size) if comm.order is None else comm.order
-        return sorted(range(comm.size), key=order.__getitem__)
+        if comm.order is None:
+            return list(range(comm.size))
+        # The inverse permutation. Example: the coordinates 0, 1 and 2 have the ranks 2, 0 and 1 in
+        # the group -> the ranks 0, 1 and 2 of the group have the coordinates 1, 2 and 0.
+        rank_in_group = comm.order
+        return sorted(range(comm.size), key=lambda coordinate: rank_in_group[coordinate])
 
     def shared_by_replicas(self) -> DataAxes:
-        """Return axes over which leaves are also sharded over the replicas, if there are some."""
+        """Return these axes with `shards_over_replicas` set, if there are replicas."""
         return replace(self, shards_over_replicas=self.has_replicas)
 
-    def inside(self, ranks: int) -> DataAxes:
+    def in_groups_of(self, ranks: int) -> DataAxes:
         """Return axes that shard over groups of this many neighbors, and replicate over the groups.
 
         With 8 shards and 2 neighbors there are 4 groups of 2 ranks, and each group has all of a
-        parameter.
+        parameter. The axes are for values that stay after a forward. Leaves need `names` and
+        `spmd_mesh`, such values do not, so these are left out.
         """
         axis = self.mesh.ndim - 1
         groups = self.mesh.shape[axis] // ranks
@@ -103,17 +119,27 @@ class DataAxes:
         ]
 
     def _placements_over_both(self, shard: Shard) -> list[Placement]:
-        """Return the placements over the axis of replicas and the axis of shards.
+        """Return the placements over the axis of replicas and the axis of shards, in this order.
 
-        With 2 replicas and 3 shards, `sizes` may have 3 entries, whose rows the replicas divide
-        evenly, or 6 entries: those of both replicas of shard 0, then those of shard 1, and so on.
+        The axis of replicas is the innermost one: it divides the shards. Examples with 2 replicas,
+        3 shards and 10 rows:
+
+        | sizes            | replicas                      | shards           | leaves             |
+        | ---------------- | ----------------------------- | ---------------- | ------------------ |
+        | 4 4 2            | Shard(0)                      | sizes 4 4 2      | 2 2, 2 2, 1 1      |
+        | 3 1 2 2 1 1      | sizes 3 1 2 2 1 1             | sizes 4 4 2      | 3 1, 2 2, 1 1      |
+        | None             | Shard(0)                      | Shard(0)         | 2 2, 2 2, 1 1      |
         """
-        if shard.sizes is not None and len(shard.sizes) == self.mesh.shape[1]:
+        _, shards = self.mesh.shape
+        if shard.sizes is not None and len(shard.sizes) == shards:
             return [Shard(shard.dim), shard]
         return [shard, self.placement_of_shards(shard)]
 
     def placement_of_shards(self, shard: Shard) -> Shard:
-        """Return the placement over the axis of shards of the shard that all replicas have."""
+        """Return the placement over the axis of shards, before replicas divide the shards.
+
+        Example: 2 replicas and 3 shards with sizes 3 1 2 2 1 1 -> sizes 4 4 2.
+        """
         replicas, shards = self.mesh.shape
         if shard.sizes is None or len(shard.sizes) == shards:
             return shard
@@ -124,5 +150,6 @@ class DataAxes:
                 f"{len(shard.sizes)} sizes"
             )
         starts = range(0, replicas * shards, replicas)
+        # the sizes of one shard's leaves are next to each other
         sums = [sum(shard.sizes[start : start + replicas]) for start in starts]
         return Shard(shard.dim, sizes=sums)

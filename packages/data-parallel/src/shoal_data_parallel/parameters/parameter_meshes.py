@@ -46,7 +46,7 @@ class FSDPMeshInfo:
         >>> from shoal_mesh.testing import fake_world
         >>> with fake_world(8):
         ...     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("pair", "sharded"))
-        ...     FSDPMeshInfo(mesh, shard_mesh_dim=1).axes.ranks_of_shards
+        ...     FSDPMeshInfo(mesh, shard_mesh_dim=1).axes.num_shards
         4
     """
 
@@ -240,7 +240,7 @@ def mesh_info(mesh: DeviceMesh, dp_mesh_dims: DataParallelMeshDims | None = None
         >>> with fake_world(8):
         ...     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("hosts", "data"))
         ...     info = mesh_info(mesh)
-        ...     info.axes.ranks_of_shards, info.replicate_mesh_dim
+        ...     info.axes.num_shards, info.replicate_mesh_dim
         (4, 0)
     """
     if dp_mesh_dims is not None:

@@ -156,7 +156,7 @@ class Unit(Group):
         self.schedule: Schedule[Unit] = Schedule([self])
         # the axes of the values that stay after a forward, if they differ
         kept_ranks = settings.reshard_after_forward
-        self.axes_inside = axes.inside(kept_ranks) if type(kept_ranks) is int else None
+        self.axes_inside = axes.in_groups_of(kept_ranks) if type(kept_ranks) is int else None
         # the shards that replicas share, if replicas divide the leaves
         self.shared = SharedShards(self.name) if axes.shards_over_replicas else None
         # handles of hooks on the modules of an outermost unit: users may call a module by itself
