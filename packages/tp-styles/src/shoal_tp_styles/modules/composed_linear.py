@@ -8,6 +8,10 @@ fused     x: R | S(d) -> y: S(-1)         each block is sharded
 heads     query, key, value: R -> output: R | S(d), by one reduction; the averaged weights, if they
           are requested, by another
 
+R is replicated, and S(d) is sharded along dim d. `R | S(d)` is what the style declares: replicated,
+or sharded along a dim of tokens. S(-1) are shards of the features. In the row `latent`, each rank
+has the whole output and reads its last features for its own heads.
+
 If several ranks hold the same head, the gradients of its parameters are summed over these ranks.
 """
 
@@ -80,7 +84,7 @@ class AdapterLinear(Lowered):
             sharded = ("weight", "bias", "lora_B")
             replicated = "lora_A"
         # Each rank multiplies the replicated factor with its shard of the other one, so the
-        # gradients of the replicated factor are partial sums.
+        # gradients of the replicated factor are partial sums. `comm=` adds them over the ranks.
         params: Any = {**self.local(*sharded), **self.local(replicated, comm=self.comm)}
         base = linear(x, params["weight"], params.get("bias"))
         adapted = linear(linear(x, params["lora_A"]), params["lora_B"])
@@ -93,8 +97,9 @@ class AdapterLinear(Lowered):
 class LatentLinear(Lowered):
     """Forward of a Linear of multi-head latent attention.
 
-    The first features of its output are the latent. The heads read the last features, for rotary
-    positions, directly.
+    The first features of its output are the latent. The last `rotary` features are for rotary
+    positions. Each rank's heads read all of them, so their gradients are partial sums, which are
+    added over the ranks. Example: 576 features, of which 64 are rotary -> a latent of 512.
     """
 
     @classmethod
@@ -111,8 +116,9 @@ class LatentLinear(Lowered):
 
     def __call__(self, input: Tensor) -> Tensor:
         local: Any = self.local("weight", "bias")
+        # The weight is replicated, so an input in the layout "sharded like the weight" is whole.
         out = linear(ports.sharded_input(self, input), local["weight"], local["bias"])
-        # Example: 576 features, of which the heads read 64 -> 512 and 64.
+        # Example: 576 features, of which 64 are rotary -> 512 and 64.
         sizes = [part.size for part in self.feature_parts()]
         latent, read_by_heads = torch.split_with_sizes(out, sizes, -1)
         return torch.cat([latent, copy(read_by_heads, self.comm)], -1)
@@ -147,35 +153,50 @@ class _Concatenate(Function):
 class FusedLowering(Lowered):
     """Base class of the forwards of fused modules; it concatenates the parameters of the blocks."""
 
-    __slots__ = ("columns", "comms")
+    __slots__ = ("comms", "transposed_name")
 
     def resolve(self) -> None:
         fused = self.sharding.options_of(FusedBlocks)
+        # whether each block is a parameter of its own, such as `weight_q`
         splits = fused.splits(self.comm.size)
-        comms = []
-        for heads in fused.blocks.values():
-            mesh = heads.mesh(self.mesh)
-            comms.append(mesh.comm(1) if mesh.ndim > 1 else None)
+        comm_of_blocks = [self._comm_of_same_heads(heads) for heads in fused.blocks.values()]
         # For the fused weight and bias, by name of each parameter that they consist of: the ranks
         # that hold the same heads as this rank, or None.
         self.comms: dict[str, dict[str, Comm | None]] = {}
         for fused_name in fused.names:
             if splits:
-                self.comms[fused_name] = dict(zip(fused.parts(fused_name), comms, strict=True))
+                names = fused.parts(fused_name)
+                self.comms[fused_name] = dict(zip(names, comm_of_blocks, strict=True))
             else:
                 self.comms[fused_name] = {fused_name: None}
-        # the name of the fused weight if its shape is (in, out), so that it has to be transposed
-        self.columns: str = fused.names[0] if fused.transposed and not splits else ""
+        # the fused weight if its shape is (in, out), so that it has to be transposed
+        self.transposed_name: str | None = None
+        if fused.transposed and not splits:
+            self.transposed_name = fused.names[0]
+
+    def _comm_of_same_heads(self, heads: Heads) -> Comm | None:
+        """Return the ranks that hold the same head of a block as this rank; None for this alone.
+
+        Example: 2 heads on 4 ranks -> ranks 0 and 1 hold head 0, and ranks 2 and 3 hold head 1.
+        """
+        # either one axis, or (heads, ranks that hold the same head)
+        mesh = heads.mesh(self.mesh)
+        return None if mesh.ndim == 1 else mesh.comm(1)
 
     def concatenate(self, fused_name: str) -> Tensor | None:
-        """Return the local weight (out, in), or bias, of all blocks."""
+        """Return the local weight (out, in), or bias, of all blocks; None if there is no bias."""
         comms = self.comms[fused_name]
         # parameters whose gradients are not summed share one autograd node
         local = self.local(*(name for name, comm in comms.items() if comm is None))
         for name, comm in comms.items():
             if comm is not None:
                 local |= self.local(name, comm=comm)
-        shards = [shard for shard in map(local.get, comms) if shard is not None]
+        # `comms` has the order of the blocks.
+        shards = []
+        for name in comms:
+            shard = local[name]
+            if shard is not None:
+                shards.append(shard)
         if not shards:
             return None
         if len(shards) == 1:
@@ -184,7 +205,7 @@ class FusedLowering(Lowered):
             matrix = torch.cat(shards)
         else:
             matrix = apply(_Concatenate, *shards)
-        return matrix.t() if fused_name == self.columns else matrix
+        return matrix.t() if fused_name == self.transposed_name else matrix
 
 
 class FusedColumn(FusedLowering):
@@ -195,9 +216,11 @@ class FusedColumn(FusedLowering):
         yield from super().collectives(call)
         fused = call.sharding.options_of(FusedBlocks)
         for param in call.trained_parameters(*fused.names):
+            # bytes of one row of a weight, or of one element of a bias
             feature_bytes = nbytes(param) // fused.features
             for heads in fused.blocks.values():
-                # The gradients of a head are summed over the ranks that hold it.
+                # The gradients of a head are summed over the ranks that hold it. Example: 2 heads
+                # of 8 features on 4 ranks -> 8 rows are summed over 4 // 2 = 2 ranks.
                 if heads.replicated(call.ranks):
                     size = feature_bytes * heads.size
                     ranks = call.ranks // heads.count
@@ -206,7 +229,8 @@ class FusedColumn(FusedLowering):
     def feature_parts(self) -> Sequence[FeaturePart]:
         parts = []
         for heads in self.sharding.options_of(FusedBlocks).blocks.values():
-            # Of repeated heads, each rank has one: a shard of the block in which they are repeated.
+            # Example: 2 heads of 8 features on 4 ranks. Each rank has one head of 8 features. They
+            # count as its shard of a block of 4 heads, in which each head is repeated.
             is_repeated = heads.replicated(self.comm.size)
             size = heads.size if is_repeated else self._shard_sizes(heads)[self.comm.rank]
             parts.append(FeaturePart(size, "shard"))
@@ -218,6 +242,11 @@ class FusedColumn(FusedLowering):
         return shard_sizes(heads.features, HeadShard(0, heads).on(ranks), ranks)
 
     def output_blocks(self) -> Sequence[Sequence[int]]:
+        """Return the sizes of the ranks' shards of each block; empty if ranks hold the same heads.
+
+        Example: a query block with 4 heads of 8 features, and a key block with 2, on 2 ranks ->
+        ((16, 16), (8, 8)).
+        """
         fused = self.sharding.options_of(FusedBlocks)
         ranks = self.comm.size
         sizes = []
@@ -240,6 +269,8 @@ OWN_PROJECTIONS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 class AttentionHeads(FusedLowering):
     """Forward of nn.MultiheadAttention on this rank's heads."""
 
+    # `apply_dropout` draws the numbers of all heads on this axis. It does not know other axes that
+    # shard the input, so dropout is refused if there are any.
     one_axis = True
 
     @classmethod
@@ -275,7 +306,10 @@ class AttentionHeads(FusedLowering):
         elif not module.batch_first:
             inputs = [x.transpose(0, 1) for x in inputs]
         q, k, v = self.project(inputs, same=(query is key and key is value))
-        mask = _mask(q, k, key_padding_mask, attn_mask, causal=is_causal and attn_mask is None)
+        # As in nn.MultiheadAttention, `is_causal` is only a hint if there is a mask: the mask is
+        # then causal itself.
+        adds_causal_mask = is_causal and attn_mask is None
+        mask = _mask(q, k, key_padding_mask, attn_mask, causal=adds_causal_mask)
         drops = module.training and module.dropout > 0
         attention = None
         if need_weights or drops:
@@ -289,13 +323,19 @@ class AttentionHeads(FusedLowering):
         else:
             mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         weight: Any = local_parameters({"weight": module.out_proj.weight})["weight"]
-        # As in nn.MultiheadAttention, the result is (length, batch, features) in memory, because a
-        # dropout that follows draws values in this order.
-        partial = functional.linear(mixed.permute(2, 0, 1, 3).flatten(-2), weight)
-        # The output's layout refers to dims of the caller's tensors, so they are restored first.
+        # (batch, heads, length, head_dim) -> (length, batch, features of this rank's heads). The
+        # memory has this order as in nn.MultiheadAttention, because a dropout that follows draws
+        # values in the order of memory.
+        by_position = mixed.permute(2, 0, 1, 3).flatten(-2)
+        # (length, batch, features)
+        partial = functional.linear(by_position, weight)
+        # `partial_output` reads dims of the caller's tensors, so they are restored first. The views
+        # do not change the memory.
         if not is_batched:
+            # (length, features)
             partial = partial.squeeze(1)
         elif module.batch_first:
+            # (batch, length, features)
             partial = partial.transpose(0, 1)
         out = ports.partial_output(self, partial, module.out_proj.bias)
         if attention is None or not need_weights:
@@ -330,7 +370,11 @@ class AttentionHeads(FusedLowering):
         return [x.transpose(1, 2) for x in by_head]
 
     def apply_dropout(self, attention: Tensor) -> Tensor:
-        """Return attention weights after dropout, with the values that one device would draw."""
+        """Return attention weights after dropout, with the values that one device would draw.
+
+        The weights become a DTensor of all heads. Dropout on it draws the random numbers of the
+        global shape, and each rank takes the numbers of its heads.
+        """
         module: Any = self.module
         placement = HeadShard(1, Heads(module.num_heads, 1)).on(self.comm.size)
         shape = attention.shape[0], module.num_heads, *attention.shape[2:]
