@@ -1,8 +1,9 @@
 """`loss_parallel`: losses on DTensor logits whose classes are sharded, without gathering them.
 
-Inside the block `functional.py` computes `torch.nn.functional.cross_entropy` and `nll_loss`, also
-for code that calls them indirectly. The block is a mode of the thread that enters it: blocks nest,
-and the backward may run outside.
+Inside a `with loss_parallel():` block, calls of `torch.nn.functional.cross_entropy` and `nll_loss`
+go to the functions in `functional.py` of this package, also if the calls are inside of modules. The
+block is a mode for torch functions: it acts on the thread that enters it, and blocks may be nested.
+A backward does not need the block.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ class _Mode(FunctionMode):
             if isinstance(logits, DTensor):
                 class_dim = 0 if logits.ndim == 1 else 1
                 if any(placement.is_shard(class_dim) for placement in logits.placements):
+                    # The functions on local tensors are shoal's own code, which the type checker of
+                    # plain SPMD code need not check.
                     with types_unchecked():
                         return _loss(_REPLACED[func], logits, class_dim, arguments)
         return super().__torch_function__(func, types, args, options)
@@ -72,19 +75,21 @@ def _loss(
     function: Callable[..., Tensor], logits: DTensor, class_dim: int, arguments: dict[str, Any]
 ) -> DTensor:
     """Return a loss of `functional` as a DTensor: sharded like the rows, or replicated."""
-    average = arguments.pop("size_average", None)
+    averages = arguments.pop("size_average", None)
     reduces = arguments.pop("reduce", None)
-    # torch's older arguments in place of `reduction`
-    if average is not None or reduces is not None:
+    # torch's older arguments in place of `reduction`, with the rule of
+    # `torch.nn._reduction.legacy_get_string`; None counts as True
+    if averages is not None or reduces is not None:
         reduction = "mean"
         if reduces is False:
             reduction = "none"
-        elif average is False:
+        elif averages is False:
             reduction = "sum"
         arguments["reduction"] = reduction
     loss = function(arguments.pop("input"), arguments.pop("target"), **arguments)
     mesh = logits.device_mesh
     rows = LogitRows.of(logits, class_dim)
+    # `rows.shape` is None if no axis shards the rows. Each rank then has the losses of all rows.
     if arguments.get("reduction") == "none" and rows.shape is not None:
         return DTensor.from_local(
             loss, mesh, rows.placements, shape=rows.shape, shard_order=rows.order

@@ -25,7 +25,8 @@ class OwnedParameter(NamedTuple):
 
     Attributes:
         owner: the module and the parameter's name in it.
-        path: path of the parameter from the root.
+        path: path of the parameter from the module whose parameters are yielded: the root of the
+            model, or a module with a style.
         param: the parameter.
     """
 
@@ -91,7 +92,8 @@ def tied_parameters(root: nn.Module, styled: Iterable[StyledModule]) -> list[Tie
     """Find the plain parameters that several modules share, and the layouts requested for them."""
     paths_of: dict[int, dict[ParameterOwner, str]] = {}
     for owner, path, param in owned_parameters(root.named_modules()):
-        # A parameter that an earlier call has sharded is compared when styles are applied.
+        # An earlier call has sharded a parameter that is a DTensor. Its layout is compared later,
+        # where styles are applied (`apply`).
         if not isinstance(param, DTensor):
             paths_of.setdefault(id(param), {})[owner] = path
     shared = [paths for paths in paths_of.values() if len(paths) > 1]
@@ -108,14 +110,19 @@ def tied_parameters(root: nn.Module, styled: Iterable[StyledModule]) -> list[Tie
 def _layout_requests(styled: Iterable[StyledModule]) -> dict[ParameterOwner, LayoutRequest]:
     """Return the layout that a style requests for each parameter of its module."""
     requests: dict[ParameterOwner, LayoutRequest] = {}
-    for use in styled:
-        sharding = use.sharding
+    for styled_module in styled:
+        sharding = styled_module.sharding
+        # A style that does not distribute only changes layouts of inputs and outputs, and requests
+        # nothing for parameters.
         if sharding is None or not sharding.distributes:
             continue
-        for owner, path, _ in owned_parameters(sharding.owners(use.module)):
-            first = sharding.parameters.get(path, Replicate())
+        owners = sharding.owners(styled_module.module)
+        # The paths begin at the module with the style, like the keys of `sharding.parameters`.
+        for owner, local_path, _ in owned_parameters(owners):
+            first = sharding.parameters.get(local_path, Replicate())
             second: ParameterPlacement | None = None
             if sharding.second_axis is not None:
-                second = sharding.second_axis.get(path, Replicate())
-            requests[owner] = LayoutRequest(use, RequestedLayout(first, second, use.style.axis))
+                second = sharding.second_axis.get(local_path, Replicate())
+            layout = RequestedLayout(first, second, styled_module.style.axis)
+            requests[owner] = LayoutRequest(styled_module, layout)
     return requests
