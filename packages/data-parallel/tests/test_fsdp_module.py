@@ -256,9 +256,11 @@ def test_layouts_of_groups_of_ranks() -> None:
         model.weight = nn.Parameter(split)
         fully_shard(model, mesh["replica", "data"], reshard_after_forward=2)
         weight, bias = unit_of(model).parameters
-        assert weight.moves_after_forward()[0].local_shape == (4, 6)
-        assert weight.moves_after_forward()[1].local_shape == weight.gathered.local_shape == (8, 6)
-        assert bias.moves_after_forward()[0].local_shape == (8,)
+        assert weight.move_after_forward().source.local_shape == (4, 6)
+        assert (
+            weight.move_after_forward().target.local_shape == weight.gathered.local_shape == (8, 6)
+        )
+        assert bias.move_after_forward().source.local_shape == (8,)
         model = nn.Linear(4, 4)
         wrongs: list[Any] = [0, 3, -2, 1.5, "2"]
         for wrong in wrongs:

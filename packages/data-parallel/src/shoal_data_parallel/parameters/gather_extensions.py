@@ -26,9 +26,9 @@ from shoal_dtensor.errors import LayoutError, StyleError
 from shoal_mesh import DeviceMesh, LockstepError
 from shoal_mesh.internal import all_gather_objects
 
+from .layout_move import LayoutMove
 from .policies import MixedPrecisionPolicy
 
-Move = tuple[Spec, Spec]
 _METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 
@@ -79,8 +79,8 @@ class GatherExtension:
         mesh = self.resting.mesh
         return mesh if mesh.ndim == 1 else mesh[mesh.axis_names[self.axis]]
 
-    def send(self, shard: Tensor) -> tuple[list[Tensor], list[Move]]:
-        """Return the tensors that are sent in place of a shard, and their layouts."""
+    def send(self, shard: Tensor) -> tuple[list[Tensor], list[LayoutMove]]:
+        """Return the tensors that are sent in place of a shard, and their moves."""
         method: Any = shard.fsdp_pre_all_gather  # type: ignore[attr-defined]  # of the class
         arguments = (
             self.mesh,
@@ -122,15 +122,16 @@ class GatherExtension:
     def _dtype_of(self, shard: Tensor) -> torch.dtype:
         return self.precision.param_dtype or shard.dtype
 
-    def _move(self, part: Tensor, lengths: Sequence[int]) -> Move:
-        """Return the layouts of a tensor that is sent: sharded by its first dim, and whole."""
+    def _move(self, part: Tensor, lengths: Sequence[int]) -> LayoutMove:
+        """Return the gather of a tensor that is sharded by its first dim."""
         mesh = self.resting.mesh
         whole: list[Placement] = [Replicate()] * mesh.ndim
         sharded: list[Placement] = [*whole]
         sharded[self.axis] = Shard(0, sizes=tuple(lengths))
         shape = (sum(lengths), *part.shape[1:])
         source = Spec(mesh, sharded, shape, None, dtype=part.dtype)
-        return source, Spec(mesh, whole, shape, None, dtype=part.dtype)
+        target = Spec(mesh, whole, shape, None, dtype=part.dtype)
+        return LayoutMove(source, target)
 
     def _agreed_lengths(self, parts: Sequence[Tensor]) -> list[list[int]]:
         """Return the lengths of the tensors of all ranks.

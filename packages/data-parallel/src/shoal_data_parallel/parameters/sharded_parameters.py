@@ -36,6 +36,7 @@ from shoal_mesh import DeviceMesh, purpose
 from .data_axes import DataAxes
 from .declared_layouts import DeclaredLayout, declared_layout
 from .gather_extensions import GatherExtension, extension_of, has_extension
+from .layout_move import LayoutMove
 from .leaf_checks import check_leaf
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
@@ -70,9 +71,9 @@ class ShardedParameter:
     # the layouts of a plain parameter and of its gradient that SPMD types declare, for which a
     # program calls `shoal_spmd_types.assert_type`
     declared: DeclaredLayout | None = None
-    # with `reshard_after_forward=<int>`: the layout of the larger shards after a forward, over a
-    # small group of ranks, and the layout gathered in the group
-    after_forward: tuple[Spec, Spec] | None = None
+    # with `reshard_after_forward=<int>`: the gather from the larger shards after a forward, over a
+    # small group of ranks
+    after_forward: LayoutMove | None = None
     # the user's dtypes of computation and reduction
     precision: MixedPrecisionPolicy = MixedPrecisionPolicy()  # an immutable value
     # The layout of the shard that all replicas have, if the replicas divide the optimizer's work
@@ -106,18 +107,18 @@ class ShardedParameter:
         shard = (self.shared or self.reduced).with_(dtype=self.reduced.dtype)
         return _partial_over_first(shard, axes_of_replicas)
 
-    def move_to_replicas(self) -> tuple[Spec, Spec]:
-        """Return the move that gathers a shared shard: the layouts of the leaf and of the shard.
+    def move_to_replicas(self) -> LayoutMove:
+        """Return the move that gathers a shared shard from the leaves of all replicas.
 
-        Both are in the dtype of the computation, in which the elements are sent.
+        Both layouts are in the dtype of the computation, in which the elements are sent.
         """
         assert self.shared is not None, "the leaf is a part of a shared shard"
-        return self.resting, self.shared.with_(dtype=self.resting.dtype)
+        return LayoutMove(self.resting, self.shared.with_(dtype=self.resting.dtype))
 
-    def move_of_shared_shard(self) -> tuple[Spec, Spec]:
-        """Return the move that gathers the parameter from shared shards: the two layouts."""
-        _, shared = self.move_to_replicas()
-        return shared, self.gathered
+    def move_of_shared_shard(self) -> LayoutMove:
+        """Return the move that gathers the parameter from shared shards."""
+        shared = self.move_to_replicas().target
+        return LayoutMove(shared, self.gathered)
 
     def keep_inside(self, axes: DataAxes, inside: DataAxes) -> None:
         """Have a unit keep shards over the axes `inside` after a forward.
@@ -131,20 +132,20 @@ class ShardedParameter:
         placement_inside = (
             Shard(placement.dim) if isinstance(placement, Shard | StridedShard) else None
         )
-        self.after_forward = _layouts(self.leaf, inside, self.styled, placement_inside)
+        self.after_forward = LayoutMove(*_layouts(self.leaf, inside, self.styled, placement_inside))
 
     def shard_after_forward(self, local: Tensor) -> Tensor:
         """Return the larger shard of a gathered tensor that this rank keeps after a forward."""
-        resting, gathered = self.moves_after_forward()
-        shard = _narrow_to_shard(local.detach(), gathered, resting)
+        move = self.move_after_forward()
+        shard = _narrow_to_shard(local.detach(), move.target, move.source)
         return shard.clone(memory_format=torch.contiguous_format)
 
-    def moves_after_forward(self) -> tuple[Spec, Spec]:
+    def move_after_forward(self) -> LayoutMove:
         """Return `after_forward`, with both layouts in the dtype of the computation."""
         assert self.after_forward is not None, "reshard_after_forward was an int"
-        resting, gathered = self.after_forward
+        source, target = self.after_forward
         dtype = self.resting.dtype
-        return resting.with_(dtype=dtype), gathered.with_(dtype=dtype)
+        return LayoutMove(source.with_(dtype=dtype), target.with_(dtype=dtype))
 
     def version(self) -> tuple[object, ...]:
         """Return a value that changes when the parameter is written to, or gets other data.
@@ -378,7 +379,7 @@ def make_whole(parameters: Sequence[ShardedParameter]) -> None:
         parameter.adopt()
     # leaves and gradients, whose shards are gathered
     sharded_tensors: list[Tensor] = []
-    moves: list[tuple[Spec, Spec]] = []
+    moves: list[LayoutMove] = []
     shards: list[Tensor] = []
     for parameter in parameters:
         for tensor in (parameter.leaf, parameter.leaf.grad):
@@ -388,7 +389,7 @@ def make_whole(parameters: Sequence[ShardedParameter]) -> None:
             gathered = parameter.gathered.with_(dtype=tensor.dtype)
             shard = local_shard(cast(DTensor, tensor)).detach()
             sharded_tensors.append(tensor)
-            moves.append((resting, gathered))
+            moves.append(LayoutMove(resting, gathered))
             shards.append(shard.to(gathered.mesh.device_type))
     with purpose("styles after data parallelism"):
         whole_tensors = redistribute_shards(shards, moves).wait() if moves else []

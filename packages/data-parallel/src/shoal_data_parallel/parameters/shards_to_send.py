@@ -11,7 +11,7 @@ from torch import Tensor
 from shoal_dtensor.internal import ShardsInFlight, local_shard, redistribute_shards, upload_packed
 from shoal_mesh import purpose
 
-from .gather_extensions import Move
+from .layout_move import LayoutMove
 from .sharded_parameters import ShardedParameter
 
 
@@ -34,8 +34,8 @@ def shards_to_send(parameters: Sequence[ShardedParameter]) -> list[Tensor]:
     return [shard.to(device, dtype) for shard, dtype in zip(shards, dtypes, strict=True)]
 
 
-def parts_to_send(parameters: Sequence[ShardedParameter]) -> tuple[list[Tensor], list[Move]]:
-    """Return the tensors that are sent for all parameters, with their layouts before and after.
+def parts_to_send(parameters: Sequence[ShardedParameter]) -> tuple[list[Tensor], list[LayoutMove]]:
+    """Return the tensors that are sent for all parameters, with their moves.
 
     That is one shard for each parameter, unless its class decides what is gathered.
     """
@@ -44,11 +44,11 @@ def parts_to_send(parameters: Sequence[ShardedParameter]) -> tuple[list[Tensor],
     shards = shards_to_send([parameters[i] for i in plain])
     shard_at = dict(zip(plain, shards, strict=True))
     tensors: list[Tensor] = []
-    moves: list[Move] = []
+    moves: list[LayoutMove] = []
     for i, parameter in enumerate(parameters):
         if parameter.extension is None:
             tensors.append(shard_at[i])
-            moves.append((parameter.resting, parameter.gathered))
+            moves.append(LayoutMove(parameter.resting, parameter.gathered))
             continue
         shard = parameter.shard_on_device()
         parts, moves_of_parts = parameter.extension.send(shard)

@@ -77,11 +77,10 @@ class SharedShards:
         # of the stale leaves.
         self.finish()
         stale_parameters = [parameters[i] for i in stale]
-        # A move is two layouts: that of the leaf, and that of the shared shard.
         moves = [parameter.move_to_replicas() for parameter in stale_parameters]
         with purpose(f"fully_shard gathers {self._name} over replicas"):
             values = redistribute_shards(shards_to_send(stale_parameters), moves)
-        shared_layouts = [shared for _, shared in moves]
+        shared_layouts = [move.target for move in moves]
         self._in_flight = _Updates(
             values,
             layouts=dict(zip(stale, shared_layouts, strict=True)),

@@ -372,13 +372,13 @@ class Unit(Group):
             axes = axes_inside or self.axes
             if axes_inside is not None:
                 sent = self.current.shards
-                moves = [parameter.moves_after_forward() for parameter in self.parameters]
+                moves = [parameter.move_after_forward() for parameter in self.parameters]
             elif self.shared is not None:
                 sent = self.shared.current(self.parameters)
                 moves = [parameter.move_of_shared_shard() for parameter in self.parameters]
             else:
                 sent, moves = parts_to_send(self.parameters)
-            layouts = [gathered for _, gathered in moves]
+            layouts = [move.target for move in moves]
             if all_gather is None:
                 return _InFlight(redistribute_shards(sent, moves), versions, layouts)
             return _InFlight(CustomGather(all_gather, axes, sent, moves), versions, layouts)
