@@ -507,6 +507,31 @@ def test_a_step_of_muon_computes_its_closure_first_and_calls_hooks_once() -> Non
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("plain_value", ["gradient", "momentum"])
+def test_muon_steps_through_dispatch_if_a_gradient_or_its_momentum_is_plain(
+    plain_value: str,
+) -> None:
+    plain, spread = (pair[:2] for pair in matrices((2,), [[Shard(0)]] * 4))
+    optimizers: list[Any] = [torch.optim.Muon(params, lr=0.1) for params in (plain, spread)]
+    for param, sharded in zip(plain, spread, strict=True):
+        param.grad = torch.randn_like(param)
+        sharded.grad = distribute_tensor(param.grad, sharded.device_mesh, [Shard(0)])
+    if plain_value == "gradient":
+        spread[0].grad = plain[0].grad.clone()
+    else:
+        momentum = {"momentum_buffer": torch.zeros_like(plain[0])}
+        optimizers[1].state[spread[0]] = momentum
+    optimizers[0].step()
+    with implicit_replication():
+        optimizers[1].step()
+    for param, sharded in zip(plain, spread, strict=True):
+        # The products of bfloat16 matrices are sums over shards, in another order than on one rank.
+        assert torch.allclose(full_tensor(sharded.detach()), param.detach(), rtol=0, atol=0.01)
+    with pytest.raises(MixedTensorError, match="plain tensor"):
+        optimizers[1].step()
+
+
+@on_ranks(2)
 def test_schedulers_see_the_steps() -> None:
     plain, spread = parameters()
     optimizers = [torch.optim.AdamW(params, lr=0.1) for params in (plain, spread)]

@@ -256,6 +256,10 @@ def _muon_step(optimizer: Any) -> None:
         lists: list[list[Any]] = [[], [], []]
         _collect_shards(optimizer, group, *lists)
         shards, grads, momenta = lists
+        if any(isinstance(shard, DTensor) for shard in shards):
+            # A gradient or a state is plain, so `_collect_shards` has left all values as they were.
+            # Dispatch runs the products of matrices, and redistributes what they need.
+            moves = [None] * len(params)
         updates: list[Tensor] = []
         for grad, momentum in zip(grads, momenta, strict=True):
             momentum.lerp_(grad, 1 - group["momentum"])
