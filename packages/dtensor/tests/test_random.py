@@ -15,7 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal_dtensor as sd
-from shoal_dtensor import DTensor, Replicate, Shard, check_random_state, full_tensor
+from shoal_dtensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    StridedShard,
+    check_random_state,
+    full_tensor,
+)
 from shoal_dtensor.api.random import OffsetBasedRNGTracker
 from shoal_dtensor.errors import CommunicationForbiddenError, RandomStateError
 from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh, lockstep
@@ -74,6 +83,16 @@ def test_factories_draw_from_a_generator(name: str, sizes: tuple[Any, ...]) -> N
 
 
 @on_ranks(4)
+@pytest.mark.parametrize("placement", [Partial(), StridedShard(0, split_factor=2)], ids=str)
+def test_a_permutation_with_terms_or_runs_is_the_one_of_one_device(placement: Placement) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    sd.manual_seed(6, mesh)
+    drawn = sd.randperm(16, device_mesh=mesh, placements=[placement])
+    torch.manual_seed(6)
+    assert torch.equal(drawn.full_tensor(), torch.randperm(16))
+
+
+@on_ranks(4)
 def test_generators_out_of_step_are_found() -> None:
     import torch.distributed as dist
 
@@ -86,6 +105,8 @@ def test_generators_out_of_step_are_found() -> None:
         ) as caught:
             sd.rand(8, device_mesh=mesh, placements=[Shard(0), Replicate()])
         assert "axes dp, tp" in str(caught.value), attempt
+    with pytest.raises(RandomStateError, match="out of step"):
+        sd.randperm(8, device_mesh=mesh)
     sd.manual_seed(3, mesh)
     check_random_state(mesh)
     first = sd.rand(8, device_mesh=mesh, placements=[Shard(0), Replicate()])

@@ -30,6 +30,8 @@ from ..layout.spec import Spec
 from ..redistribute.execution.execute import run_plan
 from ..redistribute.plan import plan
 from ..redistribute.scatter import Scatter, shard_of
+from ..rng.draw import ranks_must_agree
+from ..rng.state import check_in_step, generator_of
 from ..spmd.first_check import types_unchecked
 from ..tensor.autograd import gradient_spec
 from ..tensor.dtensor import DTensor
@@ -536,13 +538,19 @@ def randperm(
     Every rank draws the whole permutation, in O(n) memory, and keeps its shard.
 
     The keywords are as for `empty`.
+
+    Raises:
+        RandomStateError: if the ranks' generators are out of step, as for `rand`.
     """
     result = _new((n,), keywords, torch.int64)
+    spec = result._spec
     local = result._local_tensor
+    if ranks_must_agree(local):
+        check_in_step(spec.mesh, generator or generator_of(local.device))
+    # A rank outside the mesh draws too, so that its generator stays in step.
     whole = torch.randperm(n, dtype=local.dtype, device=local.device, generator=generator)
-    if result._spec.coordinate is not None:
-        start = result._spec.local_offset[0]
-        local.copy_(whole[start : start + len(local)])
+    if spec.coordinate is not None:
+        local.copy_(_local_values(spec, lambda start: shard_of(whole, start, None)))
     return result
 
 

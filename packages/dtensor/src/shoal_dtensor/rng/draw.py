@@ -57,7 +57,7 @@ def draw(
     mode = random_mode.mode
     # If a checkpoint runs this draw again in backward, the block's mode holds there, too.
     random_mode.hold_in_recomputation()
-    if mode != "local" and not torch.compiler.is_compiling() and type(local) is Tensor:
+    if ranks_must_agree(local):
         # "counter" and "per_axis" draw a key, by default from the generator of the CPU.
         takes_key = mode in {"counter", "per_axis"}
         source = torch.device("cpu") if takes_key else local.device
@@ -85,6 +85,16 @@ def draw(
             generator = torch.Generator(local.device).manual_seed((high << 31) ^ low)
         fill_stream(local, walk, fill, generator, operand=operand)
     return local
+
+
+def ranks_must_agree(local: Tensor) -> bool:
+    """Tell whether the ranks' generators must have the same state when they draw for `local`.
+
+    In mode "local" they may differ. A traced program draws later, when it runs.
+    """
+    is_local = current_mode().mode == "local"
+    is_traced = torch.compiler.is_compiling() or type(local) is not Tensor
+    return not is_local and not is_traced and local.device.type != "meta"
 
 
 def _sharding_axes_of(requested: Iterable[str | int], spec: Spec) -> tuple[int, ...]:
