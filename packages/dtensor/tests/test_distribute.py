@@ -30,6 +30,7 @@ from shoal_dtensor import (
     rand,
 )
 from shoal_dtensor.errors import PlacementError, StyleError
+from shoal_dtensor.modules import owners
 from shoal_dtensor.redistribute import scatter as scatter_module
 from shoal_dtensor.redistribute.scatter import scattering, shard_of
 from shoal_mesh import CommDebugMode, DeviceMesh, abstract_mesh, init_device_mesh, lockstep
@@ -417,6 +418,18 @@ def test_an_optimizer_made_before_distribute_module_does_not_step(dims: dict[str
         ):
             optimizer.step()
         torch.optim.SGD([*model.parameters(), *late.parameters()]).step()
+
+
+def test_only_replaced_parameters_that_the_program_holds_are_noted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    noted: list[int] = []
+    monkeypatch.setattr(owners, "note_replaced", lambda param: noted.append(id(param)))
+    with fake_world(2):
+        model = nn.Sequential(tied_linears(), nn.Linear(4, 4))
+        held = model.get_parameter("1.weight")
+        distribute_module(model, init_device_mesh("cpu", (2,)), sharding({"0.0": 0}))
+    assert noted == [id(held)]
 
 
 def test_factories_list_their_keywords() -> None:

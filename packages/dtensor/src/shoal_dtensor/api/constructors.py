@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, TypedDict, TypeVar, Unpack
-from weakref import ref
+from weakref import ReferenceType, ref
 
 import torch
 from torch import nn
@@ -250,7 +250,11 @@ def distribute_module(
     for name, child in module.named_modules():
         if partition_fn is not None:
             partition_fn(name, child, mesh)
-    _replicate(module, mesh, shared, plain)
+    _replicate(module, mesh, shared)
+    # Without these keys, a replaced parameter lives only if the program refers to it.
+    places.clear()
+    shared.clear()
+    _note_replaced(plain)
     if before is not None:
         module.register_forward_pre_hook(lambda mod, inputs: before(mod, inputs, mesh))
     if after is not None:
@@ -294,7 +298,6 @@ def _replicate(
     module: nn.Module,
     mesh: DeviceMesh,
     shared: Mapping[torch.Tensor, Any],
-    plain_parameters: list[Any],
 ) -> None:
     """Replicate the tensors that `partition_fn` left plain.
 
@@ -303,10 +306,9 @@ def _replicate(
         mesh: the mesh.
         shared: the places of tensors that had several. A replacement that `partition_fn` made in
             one of them is stored in all of them.
-        plain_parameters: references to the parameters that were plain before `partition_fn`.
     """
     # Imported here, because tensors can be distributed without it.
-    from ..modules.owners import carry_attached, note_replaced
+    from ..modules.owners import carry_attached
 
     replacements: dict[torch.Tensor, DTensor] = {}
     for tensor, paths in shared.items():
@@ -326,8 +328,15 @@ def _replicate(
             carry_attached(tensor, replacements[tensor])
         for table, name in paths:
             table[name] = replacements[tensor]
-    for param in [reference() for reference in plain_parameters]:
-        # A parameter that is still alive may belong to an optimizer.
+
+
+def _note_replaced(references: Sequence[ReferenceType[nn.Parameter]]) -> None:
+    """Make a step raise if its optimizer holds one of these replaced parameters."""
+    from ..modules.owners import note_replaced
+
+    for reference in references:
+        param = reference()
+        # The program still refers to this parameter, perhaps by an optimizer.
         if param is not None:
             note_replaced(param)
 
