@@ -162,6 +162,29 @@ def test_meta_tensors_give_meta_parts_without_communication() -> None:
         assert made.to_local().shape == (2, 1)
 
 
+META = torch.empty(6, 4, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "stride"),
+    [
+        # The dense tensor keeps its order: column by column.
+        (META.t(), (1, 4)),
+        # A tensor with unused memory becomes row-major.
+        (META[:, ::2], (2, 1)),
+    ],
+    ids=["transposed", "sliced"],
+)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_meta_parts_have_the_memory_order_of_the_layout(
+    tensor: torch.Tensor, stride: tuple[int, ...], dim: int
+) -> None:
+    made = distribute_tensor(tensor, abstract_mesh((2,)), [Shard(dim)])
+    rows, columns = made.to_local().shape
+    local_stride = (1, rows) if stride[0] == 1 else (columns, 1)
+    assert (made.stride(), made.to_local().stride()) == (stride, local_stride)
+
+
 def test_what_is_no_tensor_is_refused() -> None:
     wrong: Any = [1.0, 2.0]
     with pytest.raises(PlacementError, match="as safetensors' get_slice"):

@@ -24,6 +24,7 @@ from ..argument_types import require_tensor, suggests_keywords
 from ..errors import ArgumentTypeError, ArgumentValueError, PlacementError, PlacementIndexError
 from ..layout.boxes import slices_of
 from ..layout.dim_sharding import ShardOrder
+from ..layout.memory_order import dense_order
 from ..layout.partition_spec import Placements, read_placements
 from ..layout.placements import Partial, Placement
 from ..layout.spec import Spec
@@ -153,8 +154,15 @@ def _layout_of(
     placements: tuple[Placement, ...],
     shard_order: ShardOrder | None = None,
 ) -> Spec:
-    """Return the layout of a plain tensor on a mesh, in the tensor's memory order."""
-    stride = tensor.stride() if tensor.is_contiguous() or tensor.is_meta else None
+    """Return the layout of a plain tensor on a mesh.
+
+    The values of a tensor are sent in row-major order. A dense meta tensor has no values to send,
+    and keeps its memory order, in which its random values are drawn later.
+    """
+    is_dense = dense_order(tensor.shape, tensor.stride()) is not None
+    keeps_order = tensor.is_contiguous() or (tensor.is_meta and is_dense)
+    # None is the row-major stride.
+    stride = tensor.stride() if keeps_order else None
     return Spec(mesh, placements, tensor.shape, stride, dtype=tensor.dtype, shard_order=shard_order)
 
 

@@ -110,10 +110,13 @@ class Scatter:
         device = tensor.device if stays else torch.device(spec.mesh.device_type)
         if spec.coordinate is None:
             return tensor.new_empty((0,), device=device)
+        if tensor.is_meta:
+            # Nothing is sent, so the shard has the memory order of the layout.
+            return tensor.new_empty_strided(spec.local_shape, spec.local_stride)
         if spec.is_strided:
             unfolded = unfold_spec(spec)
             return self.shard(tensor.reshape(unfolded.shape), unfolded).reshape(spec.local_shape)
-        if self._source is None or tensor.is_meta:
+        if self._source is None:
             shard = tensor[slices_of(spec.box(spec.coordinate))]
             if shard.shape == tensor.shape:
                 return shard.contiguous().to(device)
