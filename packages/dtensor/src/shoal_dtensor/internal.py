@@ -47,7 +47,7 @@ from ._torch.tensors import (
     unwatched,
     unwatched_functions,
 )
-from .api.constructors import distributed_by
+from .api.constructors import distribute_with
 from .argument_types import check_device_mesh, check_types, submodule_of
 from .crossings import Crossings, install_crossings, nodes_below
 from .dispatch.observed_calls import CallObserver, dispatch_observed

@@ -2,6 +2,9 @@
 
 The integers are, for example, digests of values, shapes of shards or states of generators.
 
+`V -> R` begins the docstring of a collective from integers that may differ by rank (V, varying) to
+integers that are equal on all ranks (R, replicated). P(min) is a pending minimum over the ranks.
+
 May import: _torch.
 """
 

@@ -2,6 +2,9 @@
 
 `distribute_tensor` and `distribute_module` shard existing values. The factories (`empty`, `zeros`,
 `rand`, ...) have the names and arguments of torch's.
+
+A docstring that begins with `V -> placements` converts V, a plain tensor that may differ by rank
+("varying"), to the layout of `placements`.
 """
 
 from __future__ import annotations
@@ -34,7 +37,6 @@ from ..redistribute.scatter import Scatter, shard_of
 from ..rng.draw import ranks_must_agree
 from ..rng.state import check_in_step, generator_of
 from ..spmd.first_check import types_unchecked
-from ..tensor.autograd import gradient_spec
 from ..tensor.dtensor import DTensor
 from ..tensor.spec_arguments import mesh_or_current
 
@@ -63,18 +65,20 @@ def distribute_tensor(
     rank.
 
     Args:
-        tensor: the global tensor, of the same shape and dtype on every rank; a leaf. A DTensor of
-            this layout is returned as it is. A stored tensor,
-            `safetensors.safe_open(...).get_slice(name)`, is allowed too if all ranks can read it:
-            each rank reads its own shard, and nothing is sent.
+        tensor: the global tensor, of the same shape and dtype on every rank. It must be a leaf of
+            autograd. A DTensor that already has the requested layout is returned as it is. A stored
+            tensor, `safetensors.safe_open(...).get_slice(name)`, is allowed too if all ranks can
+            read it: each rank reads its own shard, and nothing is sent.
         device_mesh: the mesh; the mesh of the enclosing `with mesh:` block when left out.
         placements: one per mesh axis, or a `PartitionSpec`; all replicated when left out. Along a
             partial axis, the ranks' values reduce to the tensor's values.
-        src_data_rank: the coordinate, on every mesh axis, of the rank that provides the values.
-            None: each rank slices its own tensor, and reads only its shard of a memory-mapped one
-            (`torch.load(mmap=True)`); nothing is sent.
+        src_data_rank: one index. The rank that has this index on every mesh axis provides the
+            values: 1 is the rank at (1, 1) of a 2-D mesh. None: each rank slices its own tensor,
+            and reads only its shard of a memory-mapped one (`torch.load(mmap=True)`); nothing is
+            sent.
         shard_order: pairs (tensor dim, mesh axes outermost first) for axes that do not shard in
-            ascending order.
+            ascending order. Example: with ((0, (1, 0)),), axis 1 splits the rows into blocks,
+            and axis 0 splits each block.
 
     Raises:
         PlacementError: if the placements do not fit, if the tensor is not a leaf, or if it is a
@@ -119,7 +123,8 @@ def distribute_tensor(
     with torch.no_grad(), types_unchecked():
         values = tensor.detach()
         local = _local_values(spec, lambda start: shard_of(values, start, src_data_rank))
-    # Behind the collective: other ranks, whose tensors may be leaves, wait for this one in it.
+    # Checked after the collective. If this rank raised before it, other ranks, whose tensors may be
+    # leaves, would wait for this rank.
     _check_leaf(tensor)
     result = DTensor(local, spec, requires_grad=tensor.requires_grad)
     if isinstance(tensor, nn.Parameter):
@@ -134,14 +139,20 @@ def _local_values(spec: Spec, values: Callable[[Spec], torch.Tensor]) -> torch.T
     `values` returns the local tensor in a layout without partials. Along partial axes the values
     are first replicated; then each rank keeps its term.
     """
-    start = gradient_spec(spec)
-    return values(start) if start is spec else run_plan(plan(start, spec), values(start))
+    if not spec.partials:
+        return values(spec)
+    replicated = spec.without_partials()
+    return run_plan(plan(replicated, spec), values(replicated))
 
 
-def distributed_by(
+def distribute_with(
     scatter: Scatter, tensor: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]
 ) -> DTensor:
-    """Return the result of `distribute_tensor` for a plain tensor; `scatter` sends its values."""
+    """Return the result of `distribute_tensor` for a plain tensor; `scatter` sends its values.
+
+    The shard has its values when the block of `scatter` ends. A style distributes all parameters of
+    a module in one block, so that many of them share a collective.
+    """
     spec = _layout_of(tensor, mesh, placements)
     shard = scatter.shard(tensor.detach(), spec)
     _check_leaf(tensor)
@@ -167,6 +178,8 @@ def _layout_of(
 
 
 def _check_leaf(tensor: torch.Tensor) -> None:
+    # torch.func.grad, vmap and forward-mode AD follow the operators on a tensor. They cannot follow
+    # its values to other ranks.
     if is_followed(tensor):
         raise transform_error("distribute_tensor")
     if not tensor.is_leaf:
@@ -194,14 +207,16 @@ def _read(
             "distribute_tensor: a stored tensor can be read as Shard or Replicate only, got "
             f"{list(placements)}"
         )
-    # A stored number is read whole; of other tensors, an empty slice has the dtype.
+    # The dtype is read from an empty slice. A number cannot be sliced, so it is read whole.
     index: Any = tuple(slice(0, 0) for _ in shape) if shape else ...
-    empty = stored[index]
-    spec = Spec(mesh, placements, shape, None, dtype=empty.dtype, shard_order=shard_order)
+    empty_or_number = stored[index]
+    dtype = empty_or_number.dtype
+    spec = Spec(mesh, placements, shape, None, dtype=dtype, shard_order=shard_order)
     device = torch.device(mesh.device_type)
     if spec.coordinate is None:
-        return DTensor(empty.new_empty((0,), device=device), spec)
-    part = stored[slices_of(spec.box(spec.coordinate))] if shape else empty
+        # This rank is not in the mesh, so it has no elements.
+        return DTensor(torch.empty(0, dtype=dtype, device=device), spec)
+    part = stored[slices_of(spec.box(spec.coordinate))] if shape else empty_or_number
     shard = part.to(device).contiguous()
     # A view would keep memory alive that does not belong to the shard.
     is_view = shard.untyped_storage().nbytes() != shard.nbytes
@@ -254,15 +269,15 @@ def distribute_module(
         )
     places = _places(module)
     shared = {tensor: paths for tensor, paths in places.items() if len(paths) > 1}
-    plain = [ref(param) for param in module.parameters() if not isinstance(param, DTensor)]
+    plain_before = [ref(param) for param in module.parameters() if not isinstance(param, DTensor)]
     for name, child in module.named_modules():
         if partition_fn is not None:
             partition_fn(name, child, mesh)
-    _replicate(module, mesh, shared)
+    _replace_plain_tensors(module, mesh, shared)
     # Without these keys, a replaced parameter lives only if the program refers to it.
     places.clear()
     shared.clear()
-    _note_replaced(plain)
+    _note_replaced(plain_before)
     if before is not None:
         module.register_forward_pre_hook(lambda mod, inputs: before(mod, inputs, mesh))
     if after is not None:
@@ -302,40 +317,57 @@ def _places(module: nn.Module) -> dict[torch.Tensor, list[tuple[dict[str, Any], 
     return places
 
 
-def _replicate(
+def _replace_plain_tensors(
     module: nn.Module,
     mesh: DeviceMesh,
-    shared: Mapping[torch.Tensor, Any],
+    shared: Mapping[torch.Tensor, Sequence[tuple[dict[str, Any], str]]],
 ) -> None:
-    """Replicate the tensors that `partition_fn` left plain.
+    """Replicate the tensors that `partition_fn` left plain, and keep shared tensors shared.
 
     Args:
         module: the module after `partition_fn`.
         mesh: the mesh.
-        shared: the places of tensors that had several. A replacement that `partition_fn` made in
-            one of them is stored in all of them.
+        shared: the places (dict, name) of the tensors that had several before `partition_fn`.
     """
     # Imported here, because tensors can be distributed without it.
     from ..modules.owners import carry_attached
 
-    replacements: dict[torch.Tensor, DTensor] = {}
-    for tensor, paths in shared.items():
-        for table, name in paths:
-            made = table.get(name)
-            if isinstance(made, DTensor):
-                first = replacements.setdefault(tensor, made)
-                table[name] = first
-                if not made._spec.same_layout(first._spec):
-                    raise PlacementError(
-                        "distribute_module: partition_fn gave a shared parameter two layouts, "
-                        f"{first._spec!r} and {made._spec!r}"
-                    )
+    # If `partition_fn` replaced a shared tensor in one of its places only, the plain tensor is
+    # still in the other places. The loop below stores the replacement there, too.
+    replacements = _unify_replacements(shared)
     for tensor, paths in _places(module).items():
         if tensor not in replacements:
             replacements[tensor] = distribute_tensor(tensor, mesh)
             carry_attached(tensor, replacements[tensor])
         for table, name in paths:
             table[name] = replacements[tensor]
+
+
+def _unify_replacements(
+    shared: Mapping[torch.Tensor, Sequence[tuple[dict[str, Any], str]]],
+) -> dict[torch.Tensor, DTensor]:
+    """Return the DTensors that replace shared tensors, by the replaced tensor.
+
+    If `partition_fn` made several DTensors of one tensor, the first is stored in place of the
+    others.
+
+    Raises:
+        PlacementError: if the DTensors have different layouts.
+    """
+    replacements: dict[torch.Tensor, DTensor] = {}
+    for tensor, paths in shared.items():
+        for table, name in paths:
+            made = table.get(name)
+            if not isinstance(made, DTensor):
+                continue
+            first = replacements.setdefault(tensor, made)
+            if not made._spec.same_layout(first._spec):
+                raise PlacementError(
+                    "distribute_module: partition_fn gave a shared parameter two layouts, "
+                    f"{first._spec!r} and {made._spec!r}"
+                )
+            table[name] = first
+    return replacements
 
 
 def _note_replaced(references: Sequence[ReferenceType[nn.Parameter]]) -> None:
@@ -368,8 +400,8 @@ class Keywords(TypedDict, total=False):
     placements: Placements | None
 
 
-# the first or last of evenly spaced values
-Number = complex | torch.Tensor
+# The first or last of evenly spaced values. For type checkers, int and float are complex, too.
+EndPoint = complex | torch.Tensor
 
 _DEFAULTS = Keywords(
     dtype=None, layout=torch.strided, requires_grad=False, device_mesh=None, placements=None
@@ -377,13 +409,17 @@ _DEFAULTS = Keywords(
 
 
 def _factory(function: F) -> F:
-    """Decorate a factory to be one node of compiled graphs, with all keywords in its signature."""
+    """Decorate a factory to be one node of compiled graphs.
+
+    Its signature lists the names of `Keywords` in place of `**keywords`, for `help()` and editors.
+    """
     factory = whole_when_compiled(function)
     signature = inspect.signature(factory)
     own_parameters = [*signature.parameters.values()][:-1]  # without **keywords
     defaults: dict[str, Any] = {**_DEFAULTS}
     listed = []
     for name, hint in Keywords.__annotations__.items():
+        # The annotations of this file are not evaluated: each hint is a `ForwardRef` with a text.
         parameter = inspect.Parameter(
             name,
             inspect.Parameter.KEYWORD_ONLY,
@@ -487,8 +523,12 @@ def full(
     require(
         fill_value, (bool, int, float, complex), "full: fill_value is a number", ArgumentTypeError
     )
-    dtype = None if isinstance(fill_value, float) else torch.tensor(fill_value, device="cpu").dtype
-    return _new((size,) if isinstance(size, int) else (tuple(size),), keywords, dtype, fill_value)
+    sizes = (size,) if isinstance(size, int) else tuple(size)
+    # As in torch, a float takes the default dtype, and another number the dtype of its type.
+    dtype = None
+    if not isinstance(fill_value, float):
+        dtype = torch.tensor(fill_value, device="cpu").dtype
+    return _new((sizes,), keywords, dtype, fill_value)
 
 
 @_factory
@@ -572,7 +612,7 @@ def randperm(
 
 
 @_factory
-def linspace(start: Number, end: Number, steps: int, **keywords: Unpack[Keywords]) -> DTensor:
+def linspace(start: EndPoint, end: EndPoint, steps: int, **keywords: Unpack[Keywords]) -> DTensor:
     """Return `steps` values evenly spaced from `start` to `end`, as `torch.linspace` does.
 
     Every rank computes all of them, in O(steps) memory, and keeps its shard.
@@ -602,8 +642,8 @@ def linspace(start: Number, end: Number, steps: int, **keywords: Unpack[Keywords
 
 @_factory
 def logspace(
-    start: Number,
-    end: Number,
+    start: EndPoint,
+    end: EndPoint,
     steps: int,
     base: float = 10.0,
     **keywords: Unpack[Keywords],
@@ -636,7 +676,7 @@ def logspace(
     return _from_computed_values(keywords, partial(torch.logspace, *ends, steps, base))
 
 
-def _number(function: str, name: str, value: Number) -> Any:
+def _number(function: str, name: str, value: EndPoint) -> Any:
     """Return a number, which may be the value of a tensor of one element."""
     kinds = (int, float, complex, torch.Tensor)
     require(
@@ -650,12 +690,13 @@ def _number(function: str, name: str, value: Number) -> Any:
 
 def _from_computed_values(keywords: Keywords, compute: Callable[..., torch.Tensor]) -> DTensor:
     """Return the DTensor of values that every rank computes, in the dtype that torch chooses."""
-    dtype = keywords.get("dtype")
-    values = compute(dtype=dtype, device="meta")
-    result = _new((len(values),), {**keywords, "requires_grad": False}, values.dtype)
+    # Values on the meta device have only a length and a dtype.
+    without_values = compute(dtype=keywords.get("dtype"), device="meta")
+    dtype = without_values.dtype
+    result = _new((len(without_values),), {**keywords, "requires_grad": False}, dtype)
     spec = result._spec
     if spec.coordinate is not None:
-        whole = compute(dtype=values.dtype, device=result._local_tensor.device)
+        whole = compute(dtype=dtype, device=result._local_tensor.device)
         local = _local_values(spec, lambda start: shard_of(whole, start, None))
         result._local_tensor.copy_(local)
     return result.requires_grad_(keywords.get("requires_grad", False))

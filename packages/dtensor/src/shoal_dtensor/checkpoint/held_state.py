@@ -2,6 +2,9 @@
 
 Each rank describes the boxes that it holds and wants. From these descriptions all ranks determine
 the newest step that they hold completely, and exchange its blocks.
+
+`V -> V` begins the docstring of a collective whose tensors may differ by rank (V, varying), before
+and after it.
 """
 
 from __future__ import annotations

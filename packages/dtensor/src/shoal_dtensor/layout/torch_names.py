@@ -1,6 +1,7 @@
 """Functions on shapes and placements under torch's names.
 
-Only `compute_global_tensor_shape` communicates.
+Only `compute_global_tensor_shape` communicates. Its docstring begins with `V -> check`: the shapes
+may differ by rank (V, varying), and the ranks check that they fit together.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 `scattering` opens a block in which `Scatter.shard` returns shards that are filled later. Tensors
 with the same mesh and sharding axes are sent in one collective.
+
+`V -> placements` begins the docstring of a function from V, plain tensors that may differ by rank
+("varying"), to shards in the layout of `placements`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""`DTensor`: one global tensor, of which each rank of a device mesh holds a shard."""
+"""`DTensor`: one global tensor, of which each rank of a device mesh holds a shard.
+
+Docstrings of conversions begin with the layouts before and after: `placements` is a DTensor's, R is
+replicated, and V (varying) is a plain tensor that may differ by rank.
+"""
 
 from __future__ import annotations
 

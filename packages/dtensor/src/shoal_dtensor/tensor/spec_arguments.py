@@ -1,4 +1,8 @@
-"""Conversion of arguments of DTensor methods: layouts become specs, indices become tensors."""
+"""Conversion of arguments of DTensor methods: layouts become specs, indices become tensors.
+
+`V -> R` begins the docstring of a function from tensors that may differ by rank (V, varying) to
+equal tensors (R, replicated). After `V -> check`, the ranks have checked that their tensors fit.
+"""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from shoal_dtensor.internal import (
     Scatter,
     carry_gradient,
     current_arithmetic,
-    distributed_by,
+    distribute_with,
     forward_of,
     has_hooks,
     holds_tensors,
@@ -241,7 +241,7 @@ def _distribute(
         for name, buffer in owner._buffers.items():
             if buffer is not None and not isinstance(buffer, DTensor):
                 placements = sharding.placements(prefix + name, mesh.shape)
-                owner._buffers[name] = distributed_by(scatter, buffer, mesh, placements)
+                owner._buffers[name] = distribute_with(scatter, buffer, mesh, placements)
 
 
 def _dtensor_parameter(
@@ -276,8 +276,8 @@ def _dtensor_parameter(
                 "parameter must have styles with equal placements"
             )
         return current  # type: ignore[return-value]  # a Parameter that holds a DTensor
-    sharded = distributed_by(scatter, param.detach(), mesh, placements)
-    grad = None if param.grad is None else distributed_by(scatter, param.grad, mesh, placements)
+    sharded = distribute_with(scatter, param.detach(), mesh, placements)
+    grad = None if param.grad is None else distribute_with(scatter, param.grad, mesh, placements)
     successor = successor_of(param, sharded, grad)
     setattr(param, _SUCCESSOR, successor)
     return successor
