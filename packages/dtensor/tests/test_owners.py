@@ -11,6 +11,6 @@ def test_items_that_need_the_same_owners_come_together() -> None:
     items: Any = [("a", [1]), ("b", []), ("c", [2]), ("d", [1]), ("e", [2, 3]), ("f", [])]
     turns: Any = batched_by_owner(items)
     assert turns == [(["a", "d"], [1]), (["b"], []), (["c"], [2]), (["e"], [2, 3]), (["f"], [])]
-    turns = batched_by_owner(items, in_order=True)
+    turns = batched_by_owner(items, as_one_group=True)
     assert turns == [([*"abcdef"], [1, 2, 3])]
     assert batched_by_owner([]) == []

@@ -1,5 +1,9 @@
 """Owners of parameters on data axes, so that styles and data axes can be applied in any order.
 
+An owner is the object that `fully_shard` or `replicate` makes for the parameters of its modules.
+Data axes are the mesh axes along which ranks have different batches. A style shards a module's
+parameters over other axes, as `parallelize_module` does by a plan.
+
 A style shards whole parameters. Therefore an owner first replaces its shards by the whole
 parameters, and afterwards shards the parameters that the style has made. Attributes and hooks that
 users attach to parameters are carried over to the replacing parameters. A carried-over hook looks
@@ -37,13 +41,18 @@ def with_methods(base: Any, cls: Any) -> Any:
 
     def reduce(module: nn.Module, protocol: Any) -> Any:
         """Reduce the class to its parts, from which it is found when a copy is made or loaded."""
+        # By default: a function that makes an instance, its arguments (combined,), the attributes.
         make, args, *state = super(combined, module).__reduce_ex__(protocol)
-        return (_empty, (base, cls), *state) if args == (combined,) else (make, args, *state)
+        if args != (combined,):
+            # The user's class defines how its instances are made.
+            return make, args, *state
+        return _empty, (base, cls), *state
 
     namespace = {
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__reduce_ex__": reduce,
+        # the user's class, also if `cls` is itself the result of this function
         "_shoal_class": getattr(cls, "_shoal_class", cls),
     }
     combined: Any = type(cls.__name__, (base, cls), namespace)
@@ -51,13 +60,23 @@ def with_methods(base: Any, cls: Any) -> Any:
 
 
 def refuse_save_pretrained(module: nn.Module, refused: bool = True) -> None:
-    """Make a transformers model's method that would write shards raise, and name the right one."""
+    """Replace the `save_pretrained` of a transformers model, because it would write shards.
+
+    The replacing method raises, and names the function that saves a sharded model.
+
+    Args:
+        module: a module. Nothing is replaced if its class does not have the method, or if it has a
+            `peft_config`, because it then writes adapters only.
+        refused: False restores the method of the class.
+    """
     attributes = vars(module)
-    replaced = getattr(attributes.get("save_pretrained"), "func", None) is _save_pretrained
-    # A model with `peft_config` writes adapters instead.
-    if refused and hasattr(type(module), "save_pretrained") and not hasattr(module, "peft_config"):
+    has_method = hasattr(type(module), "save_pretrained")
+    if refused and has_method and not hasattr(module, "peft_config"):
         attributes.setdefault("save_pretrained", partial(_save_pretrained, module))
-    elif replaced:
+        return
+    # peft may have added adapters after the method was replaced.
+    is_replaced = getattr(attributes.get("save_pretrained"), "func", None) is _save_pretrained
+    if is_replaced:
         del attributes["save_pretrained"]
 
 
@@ -79,7 +98,7 @@ def save_whole_tensors(
     state_dict: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> bool:
-    """Save a state dict of plain tensors by the class of a transformers model, on this rank alone.
+    """Save a state dict of plain tensors by a transformers model's own method, on this rank alone.
 
     Returns:
         False if there is no such state dict; then nothing has been saved.
@@ -88,6 +107,7 @@ def save_whole_tensors(
     has_dtensors = any(isinstance(value, DTensor) for value in values)
     has_whole_tensors = state_dict is not None and not has_dtensors
     if has_whole_tensors:
+        # The method of the class, because `refuse_save_pretrained` has replaced the instance's.
         save = type(model).save_pretrained
         save(model, save_directory, is_main_process, state_dict, **options)
     return has_whole_tensors
@@ -136,7 +156,10 @@ def live_owners() -> list[Owner]:
 
 
 def owners_of(module: nn.Module) -> list[Owner]:
-    """Return the owners of a module's parameters, in parameter order, which all ranks share."""
+    """Return the owners of a module's parameters, in the order of `module.parameters()`.
+
+    This order is the same on all ranks. The order of `_OWNERS` is not.
+    """
     owner_of = {}
     for owner in _OWNERS:
         for param in (*owner.held_parameters(), *owner.ignored):
@@ -194,18 +217,24 @@ def whole_parameters(owners: Sequence[Owner]) -> Iterator[None]:
 
 
 def batched_by_owner(
-    items: Iterable[tuple[Item, Sequence[Owner]]], *, in_order: bool = False
+    items: Iterable[tuple[Item, Sequence[Owner]]], *, as_one_group: bool = False
 ) -> list[tuple[list[Item], list[Owner]]]:
-    """Group items that need the same owners, so that few parameters are given back at once.
+    """Group items that need the same owners, so that few parameters are whole at the same time.
 
-    With `in_order`, all items form one group.
+    With `as_one_group`, all items form one group, and stay in their order.
     """
     # Example: the modules "up 0" of unit 0, "up 1" of unit 1 and "down 0" of unit 0 give the groups
     # [([up 0, down 0], [unit 0]), ([up 1], [unit 1])].
     turns: dict[object, tuple[list[Item], dict[Owner, None]]] = {}
     for number, (item, needed) in enumerate(items):
-        # An item without owners forms a group of its own.
-        key = "all" if in_order else tuple(needed) or number
+        key: object
+        if as_one_group:
+            key = "all"
+        elif needed:
+            key = tuple(needed)
+        else:
+            # An item without owners forms a group of its own.
+            key = number
         group, owners = turns.setdefault(key, ([], {}))
         group.append(item)
         owners.update(dict.fromkeys(needed))
@@ -221,9 +250,11 @@ _Hooks = Mapping[int, Any]
 
 @dataclass(frozen=True, slots=True)
 class _CarriedState(TensorNote):
-    """State of a parameter that replaced another: attributes and hooks of the original."""
+    """State of a parameter that replaced another."""
 
-    attributes: frozenset[str]
+    # names of the attributes that the replacing parameter had before the original's were set
+    own_attributes: frozenset[str]
+    # the original's gradient hooks: (on the gradient, after accumulation)
     hooks: tuple[_Hooks, _Hooks]
 
 
@@ -258,27 +289,29 @@ def has_own_hooks(param: Any) -> bool:
         return False
     tensor_hooks = gradient_hooks(param) or {}
     post_hooks = accumulation_hooks(param) or {}
-    attached = [
-        hook
-        for hook in tensor_hooks.values()
-        if not isinstance(getattr(hook, "hook", hook), _Carried)
-    ]
+    own_count = 0
+    for hook in tensor_hooks.values():
+        # A DTensor wraps each registered hook in a `CheckedHook`, whose `hook` is the hook itself.
+        registered = getattr(hook, "hook", hook)
+        if not isinstance(registered, _Carried):
+            own_count += 1
     are_carried = all(isinstance(hook, _Carried) for hook in post_hooks.values())
-    # One of the attached hooks is the DTensor's own.
-    return len(attached) > 1 or not are_carried
+    # Every DTensor that gets gradients has one `ParameterGradientHook`, which is not its user's.
+    return own_count > 1 or not are_carried
 
 
 def note_replaced(param: Tensor) -> None:
     """Make the steps of optimizers that hold a replaced parameter raise."""
     setattr(param, _REPLACED, True)
-    _check_optimizers()
+    _install_check_of_optimizers()
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Raise an error if an optimizer holds a parameter that was replaced."""
     for group in optimizer.param_groups:
         for param in group["params"]:
-            # A compiled step is guarded on this attribute.
+            # torch.compile guards a compiled step on the presence of this attribute, so a step that
+            # was compiled before the attribute was set is compiled again.
             if hasattr(param, _REPLACED):
                 raise StyleError(
                     f"{type(optimizer).__name__}.step: it holds a parameter of shape "
@@ -289,8 +322,16 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
                 )
 
 
-# Registers the hook at the first call only.
-_check_optimizers = cache(lambda: register_optimizer_step_pre_hook(_before_step))
+@cache
+def _install_check_of_optimizers() -> None:
+    """Register the check for all optimizers; `cache` makes later calls do nothing."""
+    register_optimizer_step_pre_hook(_before_step)
+
+
+# A parameter that replaces another gets its gradient by `carry_gradient`. Attributes and hooks are
+# carried over by `move_attachments` if the old parameter leaves all modules for good, so that its
+# optimizers must raise. If the caller decides later which parameters to note, it calls
+# `carry_attached`.
 
 
 def carry_gradient(old: Any, new: Any, grad: Tensor | None) -> None:
@@ -302,18 +343,23 @@ def carry_gradient(old: Any, new: Any, grad: Tensor | None) -> None:
 
 
 def move_attachments(old: Any, new: Any) -> None:
-    """Carry the attributes and gradient hooks of a plain parameter over to its DTensor, or back."""
+    """Carry the attributes and gradient hooks of a plain parameter over to its DTensor, or back.
+
+    Steps of optimizers that hold the old parameter raise afterwards.
+    """
     note_replaced(old)
     carry_attached(old, new)
 
 
 def carry_attached(old: Any, new: Any) -> None:
-    """Copy attributes and gradient hooks to a tensor that optimizers may continue to hold."""
+    """Copy attributes and gradient hooks to a replacing tensor; do not note the old one."""
     state: _CarriedState | None = getattr(old, _STATE, None)
     if not state and isinstance(old, DTensor):
-        # This DTensor replaced a parameter without attributes and hooks.
+        # This DTensor replaced a parameter without attributes and hooks. Attributes that were set
+        # on it later are not carried over, because they look like the DTensor's own.
         return
-    internal = {*(state.attributes if state else ()), _STATE, _REPLACED}
+    own_attributes = state.own_attributes if state else ()
+    internal = {*own_attributes, _STATE, _REPLACED}
     attributes = {name: value for name, value in vars(old).items() if name not in internal}
     hooks, post_hooks = _hooks(old)
     if not attributes and not hooks and not post_hooks:
@@ -337,9 +383,9 @@ def holds_tensors(param: Tensor | None) -> bool:
 
 
 def check_plain_tensors(name: str, params: Iterable[Tensor]) -> None:
-    """Raise UnsupportedModuleError if no collective can send one of the parameters.
+    """Raise UnsupportedModuleError if a parameter is made of other tensors.
 
-    `name` is the function in the message.
+    Collectives send plain tensors only. `name` is the function in the message.
     """
     for param in params:
         if holds_tensors(param):

@@ -188,7 +188,7 @@ class ResolvedPlan(NamedTuple):
         # order.
         draws_parameters = any(_may_draw(use) for use in self.uses)
         uses_with_owners = zip(uses_on_axes, owners_of_uses, strict=True)
-        turns = batched_by_owner(uses_with_owners, in_order=draws_parameters)
+        turns = batched_by_owner(uses_with_owners, as_one_group=draws_parameters)
         with scattering(src_data_rank) as common_scatter:
             for uses_of_turn, owners_of_turn in progress(turns, "making modules parallel"):
                 # At the end of a turn, its owners take the parameters back and read the values. The
