@@ -2,12 +2,14 @@
 
 On DTensors, each of the ten list operators of a step would unwrap every parameter, gradient and
 state. If an update works element by element, the local shards alone give the same numbers.
-Therefore torch's step gets a proxy of its optimizer. The optimizer always holds DTensors, and the
-proxy collects their shards where the optimizer would collect DTensors.
+Therefore a hook before each step (`_before_step`) gives torch's `step` a proxy in place of the
+optimizer itself. The optimizer always holds DTensors. The proxy's `_init_group`, which collects the
+lists of a step, puts shards into them.
 
-Muon orthogonalizes the update of each matrix by five products of matrices, which take 11 to 21
-collectives on shards. Here every rank gathers the update, in bfloat16 as Muon computes, and
-orthogonalizes all of it, with the bits of one device. Updates are gathered in groups; one group is
+Muon orthogonalizes the update of each matrix in five rounds of three products of matrices. On
+shards they would take 11 to 21 collectives, depending on the placements. Here every rank gathers
+the update, in bfloat16 as Muon computes, and orthogonalizes all of it. The result is bit for bit
+the result of one device. Updates are gathered in groups; one group is
 in flight during the products of the group before it. If a rank's shard consists of whole matrices
 (experts, or a matrix that one rank holds), this rank alone orthogonalizes them, and nothing is
 sent.
@@ -64,7 +66,7 @@ _KINDS: frozenset[type[Optimizer]] = frozenset({*ELEMENTWISE, Muon})
 
 
 def local_step(optimizer: O) -> O:
-    """Return the optimizer if its steps work on local shards of DTensors; raise otherwise.
+    """Check that an optimizer's steps work on local shards of DTensors, and return the optimizer.
 
     This call is not necessary: torch's optimizers run on local shards without it. A step does not
     communicate (except Muon's, which gathers the update of each matrix, one collective for many).
@@ -75,6 +77,9 @@ def local_step(optimizer: O) -> O:
 
     Args:
         optimizer: an optimizer of any class.
+
+    Returns:
+        The optimizer, unchanged.
 
     Raises:
         ArgumentTypeError: if it is not certain that its update works element by element
@@ -123,7 +128,9 @@ def _collect_shards(optimizer: Any, group: dict[str, Any], *lists: list[Any]) ->
     If a value does not have a shard to step on (partial parameters, plain gradients or states of
     DTensors), all values stay DTensors, and the update runs operator by operator.
     """
-    # Outside this block, reading an attribute of a subclass takes 100 ns longer.
+    # The block switches `__torch_function__` off, which would add 100 ns to each read of an
+    # attribute of a DTensor. `optimizer` is the original: the proxy has this function as its
+    # `_init_group`, and the class has torch's.
     with unwatched_by_subclasses():
         result = type(optimizer)._init_group(optimizer, group, *lists)
     params = [*lists[0]]
@@ -136,8 +143,8 @@ def _collect_shards(optimizer: Any, group: dict[str, Any], *lists: list[Any]) ->
         return result
     for values, local in zip(lists, shards, strict=True):
         values[:] = local
-    # Autograd must count the writes to come. Writes to shards are not counted for their DTensors,
-    # and fused kernels do not report their writes at all.
+    # Autograd must count the writes to come. A write to a shard is counted for the shard, but not
+    # for its DTensor. A write of a fused kernel is not even counted for the shard.
     written = [param for param, spec in zip(params, specs, strict=True) if spec is not None]
     if group.get("fused"):
         written += [param._local_tensor for param in written]
@@ -160,9 +167,13 @@ def _shards(
 
 
 def _shard(value: Any, param: Any, spec: Spec | None, state: Any) -> Any:
-    """Return the shard of a value in its parameter's layout; the state keeps that layout.
+    """Return the shard of a value in its parameter's layout.
 
-    Numbers are returned as they are.
+    A value in another layout is redistributed, and replaces the old value in the state, so that
+    later steps do not communicate. Numbers are returned as they are.
+
+    Raises:
+        _UnfitError: if the value of a DTensor parameter is a plain tensor.
     """
     # The parameter is plain, or the value is not a tensor: SGD's momentum is None at first.
     if spec is None or not isinstance(value, Tensor):
@@ -174,6 +185,7 @@ def _shard(value: Any, param: Any, spec: Spec | None, state: Any) -> Any:
         return value
     if value._spec.same_layout(spec):
         return value._local_tensor
+    # For example, a loaded momentum is replicated, and its parameter is sharded.
     moved = value.redistribute(spec.mesh, spec.placements, shard_order=spec.shard_order)
     entry = state.get(param, {})
     entry.update({name: moved for name, before in entry.items() if before is value})
@@ -181,7 +193,11 @@ def _shard(value: Any, param: Any, spec: Spec | None, state: Any) -> Any:
 
 
 class _Groups:
-    """Parameter groups for a step: the groups that the optimizer has after the step's closure."""
+    """Parameter groups over which torch's `step` iterates, after it has called its closure.
+
+    The iteration does more than yield: it runs the whole step of a Muon, and yields nothing. For
+    other optimizers, it copies the state that torch assigned for a group back to the optimizer.
+    """
 
     def __init__(self, optimizer: Optimizer, assigned: dict[Any, dict[str, Any]]) -> None:
         self._optimizer = optimizer
@@ -201,14 +217,23 @@ class _Groups:
 
 
 def _write_back_state(state: Any, assigned: dict[Any, dict[str, Any]], params: list[Any]) -> None:
-    """Copy the state that a step assigned to shards to their parameters."""
+    """Copy the state that a step assigned to shards to their parameters.
+
+    Args:
+        state: the state of the optimizer, by parameter.
+        assigned: the state that the step assigned, by shard or plain parameter.
+        params: the parameters of a group.
+    """
     owners = {param._local_tensor: param for param in params if isinstance(param, DTensor)}
     for tensor, entry in assigned.items():
+        # A tensor that is not a shard is a plain parameter, its own owner.
         param = owners.get(tensor, tensor)
         for name, value in entry.items():
             before = state[param].get(name)
+            # A value that was only updated in place is the shard of `before`, or is `before`.
             if getattr(before, "_local_tensor", before) is not value:
                 if param is not tensor:
+                    # The new value, such as SGD's first momentum, is a shard like the parameter's.
                     value = wrap_local(DTensor, value, param._spec.with_(dtype=value.dtype), False)
                 state[param][name] = value
 
@@ -228,6 +253,8 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
         return None
     assigned: Any = defaultdict(dict)
     proxy_optimizer = object.__new__(cls)
+    # The groups act between two groups. `state` is empty and receives the values that SGD assigns:
+    # steps read the state by `_init_group` only, which takes the original's.
     vars(proxy_optimizer).update(
         vars(optimizer),
         param_groups=_Groups(optimizer, assigned),
@@ -274,7 +301,9 @@ def _muon_step(optimizer: Any) -> None:
             whole = update if move is None else next(gathered)
             full = _each_orthogonalized(whole, group)
             if move is not None:
-                (full,) = redistribute_shards([full.contiguous()], [move[::-1]]).wait()
+                # From replicated to sharded, each rank keeps a slice, and nothing is sent.
+                back = move[::-1]
+                (full,) = redistribute_shards([full.contiguous()], [back]).wait()
             shard.mul_(1 - rate * group["weight_decay"])
             shard.add_(full, alpha=-adjusted_rate(rate, group["adjust_lr_fn"], param.shape[-2:]))
 
@@ -296,7 +325,7 @@ def _has_whole_matrices(spec: Spec) -> bool:
     """Tell whether every rank has whole matrices of the last two dims, or nothing of them."""
     for dim in range(spec.ndim - 2, spec.ndim):
         sharding = spec.dim_shardings[dim]
-        # Shards in runs are parts of matrices.
+        # Shards in runs (a dim flattened from several) are parts of matrices.
         if not isinstance(sharding, DimSharding):
             return False
         if any(size not in (0, spec.shape[dim]) for size in sharding.sizes):
@@ -331,10 +360,13 @@ def _gather_updates(updates: Sequence[tuple[Tensor, tuple[Spec, Spec]]]) -> Iter
     """
     groups = in_groups(updates, _bytes_of_update, _MUON_GROUP)
     in_flight: list[ShardsInFlight] = []
+    # In round i, group i is sent, and group i - 1 is waited for. In the last round, the empty group
+    # sends nothing.
     for group in [*groups, []]:
         with purpose("a step of Muon gathers updates"):
             tensors = [update for update, _ in group]
             in_flight.append(redistribute_shards(tensors, [move for _, move in group]))
         arrived = in_flight.pop(0).wait() if len(in_flight) > 1 else []
+        # `pop` gives up the reference to an update, so that its memory is free after its use.
         while arrived:
             yield arrived.pop(0)
