@@ -36,28 +36,22 @@ def shrink_failure(certification: Certification, report: CertificationReport) ->
             change.
     """
     failed = next(result for result in report.results if result.findings)
-    smallest = failed
-    # axis -> the failure with more than one rank along this axis only
-    alone = dict[str, MeshResult]()
-    has_axes = _has_axes(certification.job, failed)
-    if has_axes:
+    can_resize_one_axis = _can_resize_one_axis(certification.job, failed)
+    alone: dict[str, MeshResult] = {}
+    if can_resize_one_axis:
         alone = _failures_of_single_axes(certification, failed)
-        smallest = min(alone.values(), key=_size_of, default=failed)
+    _drop_contradicted_explanations(report, failed, alone, can_resize_one_axis=can_resize_one_axis)
+    smallest = min(alone.values(), key=_size_of, default=failed)
     mesh_trials = ShrinkingTrials(failed)
     size_trials = ShrinkingTrials(failed)
-    smallest = _shrink_mesh(certification, mesh_trials, smallest, has_axes=has_axes)
-    smaller, smallest = _shrink_sizes(certification, size_trials, smallest)
-    active = [name for name, size in failed.mesh.items() if size > 1]
-    knows_failing_axes = has_axes or len(active) == 1
-    if len(active) == 1:
-        alone = {active[0]: failed}
-    axis_names = list(failed.mesh)
-    for result in report.results:
-        if knows_failing_axes and list(result.mesh) == axis_names:
-            result.findings = [_decide(finding, (alone, active)) for finding in result.findings]
-    command, *details = _describe(smaller, smallest)
+    smallest = _shrink_mesh(
+        certification, mesh_trials, smallest, can_resize_one_axis=can_resize_one_axis
+    )
+    smallest_program, smallest = _shrink_sizes(certification, size_trials, smallest)
+    # The first line is the command that reproduces the failure.
+    command, *details = _describe(smallest_program, smallest)
     lines = [command]
-    if not has_axes:
+    if not can_resize_one_axis:
         # The arguments of a script contain the size of an axis dp as `{dp}` (`script_arguments`).
         names = " or ".join(f"{{{name}}}" for name in failed.given)
         lines.append(f"  # no argument has {names}: only the number of ranks was reduced")
@@ -69,11 +63,39 @@ def shrink_failure(certification: Certification, report: CertificationReport) ->
     report.smallest = "\n".join(lines)
 
 
-def _has_axes(job: RankJob, failed: MeshResult) -> bool:
+def _drop_contradicted_explanations(
+    report: CertificationReport,
+    failed: MeshResult,
+    alone: dict[str, MeshResult],
+    *,
+    can_resize_one_axis: bool,
+) -> None:
+    """Replace the findings on meshes with the axes of `failed` by the result of `_decide`.
+
+    Args:
+        report: the report. Its results change.
+        failed: the first failure.
+        alone: by axis, the failure with more than one rank along this axis only.
+        can_resize_one_axis: whether the program ran with each axis alone.
+    """
+    active = [name for name, size in failed.mesh.items() if size > 1]
+    if len(active) == 1:
+        # The failure itself is the run with this axis alone, also if no axis can be resized.
+        alone = {active[0]: failed}
+    elif not can_resize_one_axis:
+        return
+    axis_names = list(failed.mesh)
+    for result in report.results:
+        if list(result.mesh) == axis_names:
+            result.findings = [_decide(finding, alone, active) for finding in result.findings]
+
+
+def _can_resize_one_axis(job: RankJob, failed: MeshResult) -> bool:
     """Tell whether the program can run with another size of a single axis of the mesh.
 
     A function gets the mesh. A script gets sizes in its arguments, and may compute the size of one
-    axis from the others and the number of ranks.
+    axis from the others and the number of ranks. Therefore one axis may be missing in the arguments
+    (`fixed_axes`): `--tp 2` with 4 ranks gives dp = 2, and dp = 1 with 2 ranks.
     """
     if job.function is not None:
         return True
@@ -95,10 +117,11 @@ def _failures_of_single_axes(
     # The failure itself is the run with more than one rank along this axis only.
     if len(active) == 1:
         return {active[0]: failed}
-    failures = dict[str, MeshResult]()
+    failures: dict[str, MeshResult] = {}
     trials = ShrinkingTrials(failed)
     for name in active:
         mesh = dict.fromkeys(failed.given, 1) | {name: failed.given[name]}
+        # None if the program does not fail, or fails in another way
         result = trials.run(certification, mesh, name)
         if result is not None:
             failures[name] = result
@@ -106,7 +129,11 @@ def _failures_of_single_axes(
 
 
 def _shrink_mesh(
-    certification: Certification, trials: ShrinkingTrials, smallest: MeshResult, *, has_axes: bool
+    certification: Certification,
+    trials: ShrinkingTrials,
+    smallest: MeshResult,
+    *,
+    can_resize_one_axis: bool,
 ) -> MeshResult:
     """Reduce axis after axis to a divisor, as long as the program fails in the same way.
 
@@ -115,7 +142,10 @@ def _shrink_mesh(
     is_smaller = True
     while is_smaller:
         is_smaller = False
-        start = smallest.given if has_axes else {"ranks": _size_of(smallest)}
+        start = smallest.given
+        if not can_resize_one_axis:
+            # All ranks form one axis: only their number is reduced.
+            start = {"ranks": _size_of(smallest)}
         for mesh in _smaller_meshes(start):
             result = trials.run(certification, mesh, f"mesh {describe_mesh(mesh)}")
             if result is not None:
@@ -177,21 +207,24 @@ def _smaller_sizes(certification: Certification) -> Iterator[tuple[str, Certific
 
 
 def _decide(
-    finding: CertificationFinding, failures: tuple[dict[str, MeshResult], list[str]]
+    finding: CertificationFinding, alone: dict[str, MeshResult], active: list[str]
 ) -> CertificationFinding:
-    """Choose the explanations of a finding by the axes with which the program fails alone.
+    """Choose the explanations of a finding by the axes that suffice for the failure.
 
-    If there are several explanations, the ones that name other axes are dropped. If there is no
-    explanation, or one whose axes are a guess, the finding gets the axis with which the program
-    fails alone; or all axes, if the program fails with no axis alone.
+    An axis suffices if the program fails with more than one rank along this axis only. If there are
+    several explanations, the ones that name other axes are dropped. If there is no explanation, or
+    one whose axes are a guess, the finding gets the axis that suffices. If no axis suffices for any
+    failure, the finding gets all axes together.
 
     Args:
         finding: the finding.
-        failures: the failures with one axis alone, by axis; and all axes of more than one rank.
+        alone: by axis, the failure with more than one rank along this axis only.
+        active: the axes of more than one rank.
     """
-    alone, active = failures
     name = finding.name
-    failing = list[str]()
+    # The axes that suffice for this finding. It may be empty if `alone` is not: then the failures
+    # with one axis have other findings only.
+    failing: list[str] = []
     for axis, result in alone.items():
         if name in {other.name for other in result.findings}:
             failing.append(axis)
@@ -202,7 +235,7 @@ def _decide(
     if alone and len(axes) != 1:
         # The finding occurs with several axes alone, or with none of them.
         return finding
-    # If the program fails with no axis alone, the finding takes all axes together.
+    # If `alone` is empty, the program does not fail with any axis alone.
     cause = axes if alone else tuple(active)
     if not cause:
         return finding
@@ -226,7 +259,8 @@ def _describe(certification: Certification, smallest: MeshResult) -> list[str]:
     # One finding is enough to recognize the failure.
     finding = f"  # mesh {describe_mesh(smallest.mesh)}: {smallest.findings[0]}"
     if job.function is None:
-        options = list[str]()
+        options: list[str] = []
+        # None keeps the dtypes of the script.
         if job.dtype != "float64":
             options += ["--dtype", job.dtype or "keep"]
         if certification.tolerance is not None:

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# the most positions at which a block is compared; the whole tensor has its first element there
+# A block is compared at most at this many positions at which the whole tensor has the block's first
+# element.
 _POSITIONS = 512
 
 
@@ -41,7 +42,8 @@ def find_index(local: Tensor, whole: Tensor, tolerance: float = 0.0) -> Tensor |
     if not whole.numel() or whole.max() == whole.min():
         return None
     if local.ndim == whole.ndim:
-        for search in (_find_block, _find_rows, _find_rows_of_blocks):
+        # A block of one dim is found here, too. If it is not, the last search finds nothing either.
+        for search in (_find_block, _find_slices, _find_slices_of_blocks):
             index = search(local, whole, tolerance)
             if index is not None:
                 return index
@@ -50,9 +52,10 @@ def find_index(local: Tensor, whole: Tensor, tolerance: float = 0.0) -> Tensor |
         width = whole.shape[-1]
         local_rows = local.reshape(-1, width)
         whole_rows = whole.reshape(-1, width)
-        index = _find_rows(local_rows, whole_rows, tolerance)
+        index = _find_slices(local_rows, whole_rows, tolerance)
         return None if index is None else index.view(local.shape)
     if local.ndim == 1:
+        # a slice of the flattened tensor
         return _find_block(local, whole.flatten(), tolerance)
     return None
 
@@ -76,7 +79,7 @@ def _find_block(local: Tensor, whole: Tensor, tolerance: float) -> Tensor | None
     return None
 
 
-def _find_rows(local: Tensor, whole: Tensor, tolerance: float) -> Tensor | None:
+def _find_slices(local: Tensor, whole: Tensor, tolerance: float) -> Tensor | None:
     """Find the slices of a local tensor along one dim, in any order; slices may repeat."""
     for dim in range(whole.ndim):
         others = [size for other, size in enumerate(whole.shape) if other != dim]
@@ -103,18 +106,21 @@ def match_rows(local: Tensor, whole: Tensor, tolerance: float) -> Tensor | None:
     vector = torch.randn(flat_whole.shape[1], generator=generator, dtype=torch.float64)
     keys = flat_whole @ vector
     order = keys.argsort(stable=True)
-    scale = float(flat_whole.abs().max()) * vector.abs().sum()
-    slack = float(tolerance * vector.abs().sum() + 1e-13 * scale)
-    found = list[int]()
-    uses = dict[int, int]()
+    # The most by which the keys of equal rows differ: each element of a row may differ by the
+    # tolerance, and the products have rounding errors. The epsilon of float64 is 2e-16; 1e-13
+    # leaves room for the sum over a long row.
+    sum_of_weights = float(vector.abs().sum())
+    largest_key = float(flat_whole.abs().max()) * sum_of_weights
+    slack = tolerance * sum_of_weights + 1e-13 * largest_key
+    found: list[int] = []
+    uses: dict[int, int] = {}
     sorted_keys = keys[order].contiguous()
     for row, key in zip(flat_local, (flat_local @ vector).tolist(), strict=True):
         bounds = torch.tensor([key - slack, key + slack], dtype=torch.float64)
         start, stop = torch.searchsorted(sorted_keys, bounds, right=False).tolist()
-        matches = list[int]()
-        for candidate in order[start : stop + 1].tolist():
-            if _close(row, flat_whole[candidate], tolerance):
-                matches.append(candidate)
+        # `stop` is the first key at or above the upper bound. It may be equal to the bound.
+        candidates = order[start : stop + 1].tolist()
+        matches = [index for index in candidates if _close(row, flat_whole[index], tolerance)]
         if not matches:
             return None
         # if the whole tensor has equal rows, take the one that was used least
@@ -124,7 +130,7 @@ def match_rows(local: Tensor, whole: Tensor, tolerance: float) -> Tensor | None:
     return torch.tensor(found, dtype=torch.int64)
 
 
-def _find_rows_of_blocks(local: Tensor, whole: Tensor, tolerance: float) -> Tensor | None:
+def _find_slices_of_blocks(local: Tensor, whole: Tensor, tolerance: float) -> Tensor | None:
     """Find slices along one dim, in any order, inside of a contiguous block along another dim."""
     sharded = [dim for dim in range(whole.ndim) if local.shape[dim] != whole.shape[dim]]
     if len(sharded) != 2:
@@ -133,9 +139,11 @@ def _find_rows_of_blocks(local: Tensor, whole: Tensor, tolerance: float) -> Tens
     for dim in sharded:
         for start in _starts(local.shape[dim], whole.shape[dim]):
             block = whole.narrow(dim, start, local.shape[dim])
-            index = _find_rows(local, block, tolerance)
+            # The index refers to the flattened block.
+            index = _find_slices(local, block, tolerance)
             if index is not None:
-                return positions.narrow(dim, start, local.shape[dim]).flatten()[index]
+                positions_of_block = positions.narrow(dim, start, local.shape[dim])
+                return positions_of_block.flatten()[index]
     return None
 
 

@@ -11,10 +11,13 @@ from torch.utils.data import DataLoader
 
 
 def record_batches(batches: list[list[Any]]) -> None:
-    """Record the batches of every DataLoader of this process, one list for each iteration."""
+    """Append the batches of every later iteration over a DataLoader of this process to `batches`.
+
+    `batches` gets one list for each iteration.
+    """
 
     def iterate(original: Callable[[Any], Iterator[Any]], loader: Any) -> Iterator[Any]:
-        recorded = list[Any]()
+        recorded: list[Any] = []
         batches.append(recorded)
         for batch in original(loader):
             recorded.append(_copy(batch))
@@ -50,10 +53,10 @@ def _replace_iteration(iterate: Callable[[Any, Any], Iterator[Any]]) -> None:
 
 def _copy(batch: Any) -> Any:
     """Copy the tensors of a batch."""
-    return map_tensors(lambda tensors: tensors[0].detach().clone(), [batch])
+    return combine_batches(lambda tensors: tensors[0].detach().clone(), [batch])
 
 
-def map_tensors(combine: Callable[[list[Tensor]], Any], batches: Sequence[Any]) -> Any:
+def combine_batches(combine: Callable[[list[Tensor]], Any], batches: Sequence[Any]) -> Any:
     """Combine batches of equal structure: each tensor with the tensors at the same place.
 
     Values that are not tensors are taken from the first batch.
@@ -62,14 +65,14 @@ def map_tensors(combine: Callable[[list[Tensor]], Any], batches: Sequence[Any]) 
     if isinstance(first, Tensor):
         return combine(list(batches))
     if isinstance(first, dict):
-        combined = dict[Any, Any]()
+        combined: dict[Any, Any] = {}
         for key in first:
-            combined[key] = map_tensors(combine, [batch[key] for batch in batches])
+            combined[key] = combine_batches(combine, [batch[key] for batch in batches])
         return type(first)(combined)
     if isinstance(first, tuple) and hasattr(first, "_fields"):
-        return type(first)(*(map_tensors(combine, part) for part in zip(*batches, strict=True)))
+        return type(first)(*(combine_batches(combine, part) for part in zip(*batches, strict=True)))
     if isinstance(first, list | tuple):
-        return type(first)(map_tensors(combine, part) for part in zip(*batches, strict=True))
+        return type(first)(combine_batches(combine, part) for part in zip(*batches, strict=True))
     return first
 
 
@@ -81,9 +84,10 @@ def concatenate(by_rank: Sequence[Sequence[Sequence[Any]]]) -> list[list[Any]]:
 
     Returns:
         For each iteration the batches of one device: the rows of all ranks, in the order of the
-        ranks. Several ranks with equal batches count as one.
+        ranks. Ranks whose batches are equal in all iterations count as one: ranks of tensor
+        parallelism, for example, read the same rows.
     """
-    distinct = list[Sequence[Sequence[Any]]]()
+    distinct: list[Sequence[Sequence[Any]]] = []
     for batches in by_rank:
         if not any(_equal(batches, other) for other in distinct):
             distinct.append(batches)
@@ -91,10 +95,12 @@ def concatenate(by_rank: Sequence[Sequence[Sequence[Any]]]) -> list[list[Any]]:
         return []
     if len(distinct) == 1:
         return [list(iteration) for iteration in distinct[0]]
-    whole = list[list[Any]]()
-    for iterations in zip(*distinct, strict=False):
-        batches_of_steps = zip(*iterations, strict=False)
-        whole.append([map_tensors(_join, batches) for batches in batches_of_steps])
+    whole: list[list[Any]] = []
+    # A rank may have more iterations, or more batches in one, than another rank. The rows of the
+    # other rank are then missing, so the lists end with the shortest.
+    for iteration_by_rank in zip(*distinct, strict=False):
+        batches_by_step = zip(*iteration_by_rank, strict=False)
+        whole.append([combine_batches(_join, by_rank) for by_rank in batches_by_step])
     return whole
 
 
