@@ -192,7 +192,7 @@ _MADE_FOR_ITS_OWN_MESH = {
 }
 
 
-def refuse_its_own_mesh(mesh: object) -> None:
+def refuse_torch_as_caller(mesh: object) -> None:
     """Raise MeshTypeError if the caller was called by a part of torch that needs torch's own mesh.
 
     Such a part of torch accepts any mesh, and fails later, in C++.

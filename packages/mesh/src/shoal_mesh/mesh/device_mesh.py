@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .. import _torch
-from .._torch import ProcessGroup, constant_when_compiled, refuse_its_own_mesh
+from .._torch import ProcessGroup, constant_when_compiled, refuse_torch_as_caller
 from ..argument_types import require, require_each, suggests_keywords
 from ..errors import AxisError, MeshError
 from ..groups.process_groups import BackendChoice, Comm, end_groups
@@ -198,7 +198,7 @@ class DeviceMesh(RankGrid):
                     f"{members}"
                 )
             comms.append(Comm.over(group_of_axis, (name,), ranks))
-        created._give(comms)
+        created._use_given(comms)
         return created
 
     def abort(self) -> None:
@@ -518,7 +518,7 @@ class DeviceMesh(RankGrid):
 
     def __format__(self, spec: str) -> str:
         # torch's functional collectives format a group of an unknown type into their error
-        refuse_its_own_mesh(self)
+        refuse_torch_as_caller(self)
         return super().__format__(spec)
 
     def __reduce__(self) -> tuple[Any, ...]:

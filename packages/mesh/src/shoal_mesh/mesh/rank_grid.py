@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from .. import _torch
-from .._torch import ProcessGroup, is_compiling, refuse_its_own_mesh
+from .._torch import ProcessGroup, is_compiling, refuse_torch_as_caller
 from ..argument_types import require, require_each
 from ..errors import AxisError, NoGroupError
 from ..groups.process_groups import (
@@ -28,9 +28,9 @@ from ..groups.process_groups import (
     note_group,
     number_of_given,
 )
-from ..groups.world import world_place
+from ..groups.world import WorldPlace, world_place
 from ..notebook_html import html_table, html_text
-from .rank_layout import MeshFields, read_sizes
+from .rank_layout import Layout, MeshFields, read_sizes
 
 # ranks of a mesh that a notebook shows as a table
 _LARGEST_TABLE = 256
@@ -41,9 +41,10 @@ AxisLike = int | str
 class MeshIdentity:
     """A key for caches: one object for all equal meshes over the same groups.
 
-    Caches of objects that send on the groups of a mesh use it as key instead of the mesh, because
-    equal meshes may run over different groups that a program gave them (`from_group`). It is
-    compared and hashed by identity.
+    Equal meshes (`==`) have the same ranks, names and devices. They may still communicate by
+    different groups: two meshes of `from_group`, made of two groups over the same ranks, are equal.
+    So a cache of objects that send on the groups of a mesh has the identity as its key, not the
+    mesh. Identities are compared and hashed as objects.
     """
 
     __slots__ = ("__weakref__",)
@@ -85,6 +86,17 @@ class RankGrid:
         "ndim",
         "shape",
     )
+    # the backend of each axis
+    _choices: tuple[BackendChoice, ...]
+    # the checked values from which the mesh was made
+    _fields: MeshFields
+    # the rank at each coordinate
+    _layout: Layout
+    # the mesh from which this one was derived; None for a mesh that a program created
+    _root: Any
+    # this process in the default group under which the mesh was created: size, rank and backend;
+    # None for an abstract mesh
+    _world: WorldPlace | None
     # axes, as a caller wrote them or as a tuple of indices -> the communicator along them
     _comms: dict[Any, Comm]
     # (names, ranks, backend choice) -> communicator; one dict for a mesh and all that are derived
@@ -93,7 +105,7 @@ class RankGrid:
     # Ranks -> the communicator of a group that a program gave, and the number of the group. One
     # dict for a mesh and all that are derived from it.
     _groups_of_program: dict[frozenset[int], tuple[Comm, int]]
-    # axes, as a caller wrote them -> slice
+    # axes, as a caller wrote them -> the mesh of these axes only
     _derived: dict[Any, Any]
     # names of flattened axes -> 1-D mesh
     _flattened: dict[str, Any]
@@ -115,7 +127,8 @@ class RankGrid:
     is_abstract: bool
     # the key of caches: equal for equal meshes over the same groups
     identity: MeshIdentity
-    # methods that torch.compile traces into (`constant_when_compiled`)
+    # The methods that torch.compile traces into; it calls all others itself and keeps the result.
+    # The decorator of DeviceMesh, `constant_when_compiled`, reads this.
     _TRACED = ("get_group",)
 
     @classmethod
@@ -164,14 +177,16 @@ class RankGrid:
         self._coordinate = None if rank is None else self.coordinate_of(rank)
 
     def _identify(self) -> None:
-        """Set the identity, which distinguishes the mesh from equal ones over other groups."""
+        """Set the identity: it belongs to the mesh's key and the numbers of its given groups."""
         numbers = tuple([number for _, number in self._groups_of_program.values()])
         object.__setattr__(self, "identity", MeshIdentity.of((self._key, numbers)))
 
-    def _give(self, comms: Sequence[Comm]) -> None:
+    def _use_given(self, comms: Sequence[Comm]) -> None:
         """Use groups that a program gave instead of finding or creating groups."""
         for comm in comms:
+            # `from_group` does not choose a backend for its axes, so requests have this choice.
             self._shared[comm.axes, comm.line, BackendChoice()] = comm
+            # None for a group that any equal mesh would find, too
             number = number_of_given(comm.group)
             if number is not None:
                 self._groups_of_program[frozenset(comm.line)] = comm, number
@@ -337,7 +352,8 @@ class RankGrid:
 
     def get_coordinate(self) -> tuple[int, ...] | None:
         """Return the coordinate of this rank; None if it is not in the mesh."""
-        refuse_its_own_mesh(self)
+        # torch's own DTensor and FSDP call this first, but need torch's own mesh.
+        refuse_torch_as_caller(self)
         return self._coordinate
 
     def get_local_rank(self, mesh_dim: AxisLike | None = None) -> int:
@@ -367,7 +383,7 @@ class RankGrid:
         return 0
 
     def _is_current_rank_part_of_mesh(self) -> bool:
-        refuse_its_own_mesh(self)
+        refuse_torch_as_caller(self)
         return self._coordinate is not None
 
     # --- communicators ----------------------------------------------------------------------------
@@ -392,6 +408,8 @@ class RankGrid:
             NoGroupError: the mesh is abstract, this rank is not in it, or its default group was
                 destroyed.
         """
+        # `_comms` has an entry for each way to write the axes ("dp", 0, ("dp", "tp")), and one for
+        # their indices, (0, 1). The first use of a way to write them needs the indices.
         try:
             comm = self._comms.get(axes)
         except TypeError:
@@ -410,6 +428,8 @@ class RankGrid:
         return comm
 
     def _create_comm(self, axes: tuple[int, ...]) -> Comm:
+        """Return a communicator along axes; raise NoGroupError if this rank cannot have one."""
+        # `connect` returns the communicators of simulated ranks.
         if self.is_abstract and self._fields.connect is None:
             raise NoGroupError(
                 f"{self!r} is abstract: it does not have process groups to communicate along {axes}"
@@ -426,23 +446,34 @@ class RankGrid:
         choice = choices.pop() if len(choices) == 1 else self._default_choice()
         key = (names, ranks, choice)
         if key not in self._shared:
-            if any(comm.is_ended for comm in self._shared.values()):
-                raise NoGroupError(
-                    f"the groups of {self!r} were aborted: make a new mesh over ranks that are "
-                    "alive, or begin a new default group (restart_world)"
-                )
-            if self._world != world_place():
-                raise NoGroupError(
-                    f"the default process group that {self!r} was created under has been destroyed"
-                )
-            comm_of_program, _ = self._groups_of_program.get(frozenset(ranks), (None, 0))
-            if comm_of_program is not None and choice == BackendChoice():
-                group = comm_of_program.group
-            else:
-                group = find_or_create(ranks, choice, f"mesh_{'_'.join(names)}")
+            self._check_groups_can_be_created()
+            group = self._find_group(ranks, choice, names)
             # if several threads come here, all get the communicator that was stored first
             self._shared.setdefault(key, Comm.over(group, names, ranks, choice))
         return self._shared[key]
+
+    def _check_groups_can_be_created(self) -> None:
+        """Raise NoGroupError if the groups of the mesh were aborted, or its world destroyed."""
+        # Groups are aborted if a rank is lost. The lost rank would be missing in a new group, too.
+        if any(comm.is_ended for comm in self._shared.values()):
+            raise NoGroupError(
+                f"the groups of {self!r} were aborted: make a new mesh over ranks that are "
+                "alive, or begin a new default group (restart_world)"
+            )
+        if self._world != world_place():
+            raise NoGroupError(
+                f"the default process group that {self!r} was created under has been destroyed"
+            )
+
+    def _find_group(
+        self, ranks: Sequence[int], choice: BackendChoice, names: tuple[str, ...]
+    ) -> ProcessGroup:
+        """Return the group of ranks that a program gave, or else find or create one."""
+        given = self._groups_of_program.get(frozenset(ranks))
+        if given is not None and choice == BackendChoice():
+            comm, _ = given
+            return comm.group
+        return find_or_create(ranks, choice, f"mesh_{'_'.join(names)}")
 
     def _default_choice(self) -> BackendChoice:
         """Return the choice for axes without a common one: the default backend."""
@@ -455,9 +486,10 @@ class RankGrid:
         The axes may be omitted if the mesh is 1-D. Raises the same errors as `comm`.
         """
         if is_compiling():
+            # A graph cannot contain a group. It reads an attribute by name each time it runs.
             group: ProcessGroup = getattr(GROUPS_IN_GRAPHS, self._noted_group(mesh_dim))
             return group
-        refuse_its_own_mesh(self)
+        refuse_torch_as_caller(self)
         return self.comm(self._only_axis() if mesh_dim is None else mesh_dim).group
 
     def _noted_group(self, mesh_dim: AxisLike | tuple[AxisLike, ...] | None) -> str:
@@ -496,7 +528,8 @@ class RankGrid:
 
     def _stable_hash(self) -> str:
         """Return a hash that is the same in every process (for caches on disk)."""
-        # without the last entry, the lifetime of the default group
+        # Without the last entry, the place of this process in the default group. The other entries
+        # are texts, numbers and layouts, whose `repr` does not contain an address.
         return blake2b(repr(self._key[:-1]).encode(), digest_size=16).hexdigest()
 
     def _repr_html_(self) -> str:

@@ -23,23 +23,29 @@ from .peers import Peers, different_collectives, wait_until
 from .processes import ProcessState, machine, processes_of, state_of
 from .recorder import dump, last_of_backend
 
-# seconds by which the end of a process may become visible after the end of its connections
+# A process may still look alive for this many seconds after its connections have ended.
 _DEATH_SECONDS = 0.5
 # seconds that the other ranks have to report the same failure
 _ROLL_CALL_SECONDS = 3.0
 
 T = TypeVar("T")
-# declared mutable state: works of gloo that a rank has left before they were complete
+# Declared mutable state: works of gloo for which a rank has stopped waiting before they were
+# complete. `drain` waits for them.
 _ABANDONED: list[Work] = []
 
 
 def drain(timeout: float) -> None:
     """Wait until no thread of gloo needs the interpreter's lock, so that groups can be freed.
 
-    A thread of gloo frees the tensors of a collective a moment after the end of the collective, and
-    needs the lock to do it. A group that is freed waits for its threads with the lock held, which
-    would be a deadlock. Collectives that a rank has abandoned end when other ranks release their
-    groups, or when gloo times out by itself, after `timeout` seconds.
+    Without the wait, freeing a group may be a deadlock:
+
+    1. The group waits for its threads, and this rank holds the interpreter's lock meanwhile.
+    2. A thread of the group has ended a collective, and frees its tensors. It waits for the lock.
+
+    An abandoned collective ends when other ranks release their groups, or when gloo times out.
+
+    Args:
+        timeout: the seconds after which gloo times out. They are also the longest wait.
     """
     deadline = time.monotonic() + timeout
     while not all(work.is_completed() for work in _ABANDONED):
@@ -47,7 +53,8 @@ def drain(timeout: float) -> None:
             break
         time.sleep(0.01)
     _ABANDONED.clear()
-    # the tensors are freed within microseconds after the end of their collective
+    # Collectives that were not abandoned have ended, too, but their tensors may still be in use by
+    # threads of gloo. They are freed within microseconds.
     time.sleep(0.05)
 
 
@@ -55,9 +62,15 @@ class BackendWork:
     """The work of a collective of gloo, with the interface of c10d's Work.
 
     `wait` raises a PeerError if a rank has ended, has given up or runs another collective, or if
-    the timeout is over. It watches the `peers` meanwhile, and notifies them of a failure. `part_of`
-    is the name of a larger group that makes the same calls in several groups such as this one; all
-    its ranks raise the same error.
+    the timeout is over. It watches the `peers` meanwhile, and notifies them of a failure.
+
+    Args:
+        work: the work of gloo.
+        group: its group.
+        peers: the ranks of this machine that make the same call; None if they are not watched.
+        part_of: the name of a larger group that consists of several groups such as this one, or "".
+            Example: 4 ranks on 2 hosts exchange by the groups of ranks (0, 2) and (1, 3). If one of
+            the two groups fails, all 4 ranks raise the same error.
     """
 
     __slots__ = ("_call", "_group", "_part_of", "_peers", "_work")
@@ -79,6 +92,7 @@ class BackendWork:
         peers = self._peers
         if peers is not None:
             try:
+                # The argument, the seconds waited so far, does not matter.
                 wait_until(self._work.is_completed, lambda _: peers.check_others(self._call))
             except PeerError:
                 _ABANDONED.append(self._work)
@@ -90,7 +104,7 @@ class BackendWork:
 
 
 def wait_for_members(work: Work, group: ProcessGroup, text: str) -> None:
-    """Wait for a call that all members of a group make before they have a channel.
+    """Wait for a call that all members of a group make before they can notify each other.
 
     Args:
         work: the work of the call.
@@ -106,6 +120,7 @@ def wait_for_members(work: Work, group: ProcessGroup, text: str) -> None:
         call = f"{text} of group {group.group_name}"
 
         def look(_: float) -> None:
+            """Note the wait; raise if the watcher thread has found that it is a deadlock."""
             wait = note_wait(lambda: text, lambda: addresses(others), call)
             if wait.failure:
                 _ABANDONED.append(work)
@@ -130,7 +145,8 @@ def _explain(group: ProcessGroup, message: str, peers: Peers | None, part_of: st
     if part_of:
         error, culprits = first_failure(part_of, error, culprits)
     if peers is None:
-        hint = dump(own_rank, error, culprits, {})
+        # Without peers, this rank cannot observe the collectives of other ranks.
+        hint = dump(own_rank, error, culprits, seen={})
         return PeerError(error + hint, culprits)
     return peers.fail(error, culprits)
 
@@ -143,7 +159,9 @@ def first_failure(name: str, text: str, ranks: Sequence[int]) -> tuple[str, tupl
     """
     own_failure = json.dumps([text, ranks])
     key = f"shoal_failed/{name}"
-    first = _ask_store(lambda store: store.compare_set(key, "", own_failure), 0)
+    # The store writes `own_failure` if the key has no value, and returns the value that the key has
+    # then. It returns nothing if it is out of reach.
+    first = _ask_store(lambda store: store.compare_set(key, "", own_failure), seconds=0)
     text, ranks = json.loads(first or own_failure)
     return text, tuple(ranks)
 
@@ -180,7 +198,8 @@ def _diagnose_loss(
 ) -> tuple[str, tuple[int, ...]]:
     """Describe the failure of a group that has lost ranks; return also the ranks at fault."""
     text = ", ".join(f"rank {rank} {lost_rank}" for rank, lost_rank in lost.items())
-    # gloo may have aborted the process because another rank sent data of another collective
+    # gloo may abort a process that receives the data of a different collective. So if all lost
+    # ranks have ended, the cause may be different collectives of the remaining ranks.
     if all(lost_rank.state is ProcessState.ENDED for lost_rank in lost.values()):
         others = [rank for rank in ranks if rank not in lost]
         started = _roll_call(group, others, own_rank, _DEATH_SECONDS)
@@ -193,6 +212,7 @@ def _diagnose_loss(
     for rank, lost_rank in lost.items():
         if lost_rank.state is not ProcessState.RETURNED:
             culprits.append(rank)
+    # If all lost ranks have returned, all of them are at fault.
     return text, tuple(culprits or lost)
 
 
@@ -224,6 +244,7 @@ def lost_ranks(group: ProcessGroup, ranks: list[int]) -> dict[int, LostRank]:
     if not own_machine:
         return {}
     lost = {}
+    # `processes_of` is empty before the first collective of the group.
     for rank, (machine_of_rank, pid) in zip(ranks, processes_of(group), strict=False):
         if machine_of_rank != own_machine:
             continue

@@ -33,8 +33,9 @@ class RunSettings(NamedTuple):
     Attributes:
         size: number of ranks.
         seed: the seed of torch's and Python's generators, and of the scheduler.
-        order: the first choices of the scheduler, in place of random ones.
-        device: the device type that stands for every accelerator, or None.
+        order: choices with which the scheduler begins, to replay a run; later choices are random.
+        device: the device type that stands for every accelerator. With "cpu", tensors of "cuda" are
+            in the memory of the CPU. None leaves devices as they are.
         world: whether the default group is initialized before the call.
         environment: the environment variables of the parent.
         address: the path of the coordinator's socket.
@@ -52,11 +53,12 @@ class RunSettings(NamedTuple):
 
 
 class _LabPool(RankPool):
-    """Ranks that end when they have returned, without a default group."""
+    """Processes for the ranks of one run, without a default group of their own."""
 
     def __init__(self, size: int, *, show_output: bool) -> None:
+        # Without a backend here, the pool would look for the devices of this machine.
         super().__init__(size, backend=NAME, show_output=show_output, once=True)
-        # a worker without a backend does not initialize a default group
+        # A worker without a backend does not initialize a default group: `_call` does.
         self.backend = ""
 
 
@@ -76,8 +78,8 @@ def run_on_processes(
         show_output: whether the ranks print to the output of this process.
 
     Raises:
-        RankError: ranks failed by errors that cannot be sent, or were killed.
-        Exception: the error of the first rank that failed by itself.
+        RankError: ranks failed by errors that cannot be pickled, or were killed.
+        Exception: the error of the first rank that did not fail because of another rank.
     """
     code = dump_function(function)
     payload = dump(arguments)
@@ -100,7 +102,7 @@ def run_on_processes(
 
 
 def _raise_cause(error: RankError) -> NoReturn:
-    """Raise the error of the first rank that failed by itself, with the report as its note."""
+    """Raise the error that caused the failures of all ranks, with the report as its note."""
     cause = error.__cause__
     if cause is None:
         raise error
@@ -123,6 +125,7 @@ def run_rank(settings: RunSettings, code: bytes, payload: bytes) -> Any:
         map_cuda_to_cpu(rank, settings.size)
     facts = RankFacts(rank, settings.size, settings.device)
     link = ProcessLink(facts, settings.address, settings.files)
+    # All threads of this process communicate by `link`, and groups get the backend of the lab.
     enter_process(link)
     install()
     try:
