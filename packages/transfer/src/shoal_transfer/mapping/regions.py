@@ -47,8 +47,10 @@ def common_positions(one: range, other: range) -> tuple[range, range]:
     Both results have the same length, 0 if the progressions share no index.
 
     Example:
-        >>> common_positions(range(0, 12, 2), range(3, 20, 3))  # the indices 6
-        (range(3, 4, 3), range(1, 2, 2))
+        >>> one, other = range(0, 20, 2), range(3, 20, 3)
+        >>> positions, other_positions = common_positions(one, other)
+        >>> list(positions), list(other_positions)  # the shared indices are 6, 12 and 18
+        ([3, 6, 9], [1, 3, 5])
     """
     no_positions = (range(0), range(0))
     if not one or not other:
@@ -57,16 +59,22 @@ def common_positions(one: range, other: range) -> tuple[range, range]:
     distance = other.start - one.start
     if distance % divisor:
         return no_positions
-    # Position i of `one` is in `other` if i * one.step == distance, modulo other.step. All three
-    # are divided by their common divisor; then one.step has an inverse, which gives the
-    # first i >= 0.
+    # The index at position i of `one` is in `other`, extended to both sides, if
+    # i * one.step == distance, modulo other.step. The two steps and the distance are divided by
+    # `divisor`. Then one.step has an inverse, by which the smallest i >= 0 is found. If the modulus
+    # is 1, every i fits, and 0 is the smallest.
+    # Example: 2 i == 3 modulo 3 for the steps 2 and 3. 2 is its own inverse, so i is 3 * 2 % 3 = 0.
     modulus = other.step // divisor
     inverse = pow(one.step // divisor, -1, modulus) if modulus > 1 else 0
-    first = one.start + one.step * (distance // divisor * inverse % modulus)
+    first_position = (distance // divisor) * inverse % modulus
+    first = one.start + one.step * first_position
+    # the least common multiple of the two steps
     step = one.step * modulus
     lowest = max(one.start, other.start)
     if first < lowest:
-        first += -((first - lowest) // step) * step
+        # Rounded up: with first 0, lowest 3 and step 6, one step leads to 6.
+        missing_steps = -((first - lowest) // step)
+        first += missing_steps * step
     stop = min(one[-1], other[-1]) + 1
     count = len(range(first, stop, step))
     if not count:
@@ -88,7 +96,7 @@ def take(indices: range, positions: range) -> range:
     """Return the indices at some positions of a progression; `positions` may be empty.
 
     The result stops right after its last index, and a single index has step 1. So equal sets of
-    indices are equal ranges.
+    indices have the same text.
     """
     if not positions:
         return range(0)
@@ -128,15 +136,15 @@ def first_overlap(regions: Sequence[Region]) -> tuple[int, int] | None:
     if not dims:
         return filled[0], filled[1]
     # A sweep along the dim with most distinct starts keeps the list of open regions short.
-    starts = []
+    start_counts = []
     for dim in dims:
-        distinct = {regions[i][dim].start for i in filled}
-        starts.append(len(distinct))
-    sweep = starts.index(max(starts))
+        distinct_starts = {regions[i][dim].start for i in filled}
+        start_counts.append(len(distinct_starts))
+    sweep_dim = start_counts.index(max(start_counts))
     active: list[int] = []
-    for i in sorted(filled, key=lambda i: regions[i][sweep].start):
-        start = regions[i][sweep].start
-        active = [j for j in active if regions[j][sweep][-1] >= start]
+    for i in sorted(filled, key=lambda i: regions[i][sweep_dim].start):
+        start = regions[i][sweep_dim].start
+        active = [j for j in active if regions[j][sweep_dim][-1] >= start]
         for j in active:
             if intersect_regions(regions[i], regions[j]) is not None:
                 return min(i, j), max(i, j)
@@ -156,26 +164,22 @@ def first_gap(regions: Sequence[Region], shape: Sequence[int]) -> Region | None:
     if not prod(shape):
         return None
     filled = [region for region in regions if count_elements(region)]
-    return _gap_below(filled, tuple(shape), {})
+    return _find_gap(filled, tuple(shape))
 
 
-def _gap_below(
-    regions: Sequence[Region],
-    shape: tuple[int, ...],
-    covered: dict[frozenset[Region], Region | None],
-) -> Region | None:
-    """Find a gap dim by dim: the regions that contain an index must cover the following dims.
-
-    `covered` has the result for the following dims by the set of regions that contain an index.
-    """
+def _find_gap(regions: Sequence[Region], shape: tuple[int, ...]) -> Region | None:
+    """Find a gap dim by dim: the regions that contain an index must cover the following dims."""
     if not shape:
+        # One element is left. It is covered by any region; otherwise () is the gap without dims.
         return None if regions else ()
     size, *rest = shape
+    # the regions, without this dim, that contain an index -> their gap in the following dims
+    gaps: dict[frozenset[Region], Region | None] = {}
     for indices in _cells([region[0] for region in regions], size):
         active = frozenset(region[1:] for region in regions if indices.start in region[0])
-        if active not in covered:
-            covered[active] = _gap_below([*active], tuple(rest), {})
-        gap = covered[active]
+        if active not in gaps:
+            gaps[active] = _find_gap([*active], tuple(rest))
+        gap = gaps[active]
         if gap is not None:
             return (indices, *gap)
     return None
