@@ -133,14 +133,14 @@ def test_servers_have_the_bytes_of_a_direct_load_after_each_transfer(
 
 REFUSED: dict[str, tuple[Functions, str]] = {
     "no function": ({"decay": decay}, r"'norm@0': the loader .* pass compute=\{"),
-    "another function": ({**COMPUTE, "*norm": lambda moved: moved + 2}, "8 of 8 values are others"),
+    "another function": ({**COMPUTE, "*norm": lambda moved: moved + 2}, "8 of 8 values differ"),
     "another order": (
         {**COMPUTE, "decay": lambda moved: decay(moved.roll(1))},
         "does not compute elements one by one",
     ),
     "sums": ({**COMPUTE, "*norm": lambda moved: moved.cumsum(0)}, "one by one"),
     "another sign": ({**COMPUTE, "*norm": lambda moved: moved.abs() + 1}, "8 of 8 values"),
-    "a plain copy": ({**COMPUTE, "weight": add_one}, "24 of 24 values are others"),
+    "a plain copy": ({**COMPUTE, "weight": add_one}, "24 of 24 values differ"),
     "a function of nothing": ({**COMPUTE, "*norm": torch.zeros_like}, "one value for two elements"),
     "another shape": (
         {**COMPUTE, "*norm": lambda moved: moved[:2]},

@@ -69,7 +69,9 @@ def elements_before(
     index_by_second = _table(results[1]).position(found.values[1])
     wrong = (index_by_first < 0) | (index_by_first != index_by_second)
     if bool(wrong.any()):
-        raise ComputedError(f"{int(wrong.sum())} of {wrong.numel()} values are others")
+        raise ComputedError(
+            f"{int(wrong.sum())} of {wrong.numel()} values differ from the function's results"
+        )
     # `torch.cat` needs a tensor, also if there are no memories.
     positions_of_labels = [torch.empty(0, dtype=torch.int64), *map(_positions_of, memories)]
     return Elements(
