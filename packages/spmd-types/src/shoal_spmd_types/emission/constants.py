@@ -39,7 +39,10 @@ def constant_operations(entries: Sequence[Entry], results: Any) -> set[int]:
 
 
 def _memory_of_results(entries: Sequence[Entry], results: Any) -> set[int]:
-    """Return the ids of results, and of the values whose memory views and moves may give them."""
+    """Return the ids of the results, and of all values that may share memory with a result.
+
+    A view shares the memory of its operand, and a move without steps the memory of its source.
+    """
     shared = {*map(id, values_in(results))}
     for entry in reversed(entries):
         if isinstance(entry, Movement):
@@ -51,16 +54,18 @@ def _memory_of_results(entries: Sequence[Entry], results: Any) -> set[int]:
 
 
 def _may_return_an_operand(operation: TracedOperation) -> bool:
-    """Return whether the text of an operation may give the memory of an operand.
+    """Return whether an operation may return an operand itself, or a view of it, in the program.
 
-    The operator of a copy does not, and its text may: `x.to(dtype)` and `x.contiguous()` return x
-    where there is nothing to do.
+    The recorded operator of `x.to(dtype)` or `x.contiguous()` is a copy, but its text in the
+    program returns x if there is nothing to do. Therefore every operation with one operand counts.
     """
     return operation.is_view or len(operation.operands) == 1
 
 
 def merge_equal_constants(entries: Sequence[Entry], constants: set[int]) -> list[Entry]:
-    """Return entries in which equal constant operations are one.
+    """Return the entries without constant operations that repeat another one.
+
+    The remaining entries are changed in place: they read the values of the first operation.
 
     A model of many layers makes the same mask in each layer. Kept between forwards, the masks would
     take the memory of all layers.
@@ -76,10 +81,11 @@ def merge_equal_constants(entries: Sequence[Entry], constants: set[int]) -> list
             merged.append(entry)
             continue
         assert isinstance(entry, TracedOperation)
-        same = found.setdefault(_key(entry), entry)
-        if same is entry:
+        first = found.setdefault(_key(entry), entry)
+        if first is entry:
             merged.append(entry)
-        for value, kept in zip(entry.outputs, same.outputs, strict=True):
+            continue
+        for value, kept in zip(entry.outputs, first.outputs, strict=True):
             replaced[id(value)] = kept
     return merged
 
@@ -94,7 +100,11 @@ def _replace_operands(entry: Entry, replaced: Mapping[int, TracedValue]) -> None
 
 
 def _key(operation: TracedOperation) -> Hashable:
-    """Return what is equal for operations that compute the same."""
+    """Return a key that is equal for two operations if they compute the same values.
+
+    It has the operator, its arguments, and the layouts of its outputs: the same `arange` may be a
+    replicated DTensor in one place and, inside of a local region, a plain tensor in another.
+    """
     leaves, structure = pytree.tree_flatten((operation.args, {**operation.kwargs}))
     # The repr tells 1 from 1.0 and True, and a NaN equals itself.
     plain = [id(leaf) if isinstance(leaf, TracedValue) else repr(leaf) for leaf in leaves]

@@ -14,9 +14,10 @@ from shoal_mesh.internal import Pending
 class InFlight(Tensor):
     """The result of a collective that may still be running.
 
-    Its shape, dtype and gradient are known. Every operator on it waits for the collective, and
-    computes with the arrived tensor; its own results are ordinary tensors. Until then the program
-    must not write to the tensor that is sent.
+    Its shape and dtype are known, and autograd records it as the result of the collective. Every
+    operator on it waits for the collective, and computes with the arrived tensor; the operator's
+    results are ordinary tensors. Until the collective has ended, the program must not write to the
+    tensor that is sent.
 
     Args:
         pending: the collective.
@@ -42,6 +43,7 @@ class InFlight(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        # id of an arrived tensor -> the argument that waited for it
         wrappers: dict[int, InFlight] = {}
 
         def read(value: Any) -> Any:
@@ -58,6 +60,8 @@ class InFlight(Tensor):
 
     def wait(self) -> Tensor:
         """Return the arrived tensor, with the gradient of the collective."""
+        # Any operator waits, and returns an ordinary tensor. A view copies nothing, and autograd
+        # records it.
         return self.view_as(self)
 
     def is_completed(self) -> bool:
@@ -83,8 +87,10 @@ class InFlight(Tensor):
         return repr(self.wait())
 
 
-def arrived_tensor(tensor: Tensor) -> Tensor:
-    """Return a tensor itself, or the tensor that has arrived, without its gradient.
+def wait_without_gradient(tensor: Tensor) -> Tensor:
+    """Wait for a tensor that may be in flight; return the arrived tensor, which has no gradient.
+
+    A tensor that is not in flight is returned itself.
 
     Args:
         tensor: a tensor, which may be in flight.

@@ -28,7 +28,7 @@ from shoal_mesh import (
 )
 from shoal_mesh.internal import Pending
 
-from .in_flight import InFlight, arrived_tensor
+from .in_flight import InFlight, wait_without_gradient
 from .line import Line
 
 Kind = Literal[
@@ -124,7 +124,7 @@ class Move(torch.autograd.Function):
         ctx.dtype = x.dtype
         step, _ = steps
         # `x` may itself be the result of a collective in flight: wait for it.
-        source = arrived_tensor(x)
+        source = wait_without_gradient(x)
         if step.in_place:
             ctx.mark_dirty(x)
             return x.copy_(run_step(step, source, line))
