@@ -95,8 +95,8 @@ def pre_load_state_dict_hook(  # noqa: PLR0913  # torch's signature for such a h
         >>> module.table.sum()
         tensor(4.)
     """
-    allowed = "pre_load_state_dict_hook: module must be an nn.Module"
-    require(module, nn.Module, allowed, ArgumentTypeError)
+    requirement = "pre_load_state_dict_hook: module must be an nn.Module"
+    require(module, nn.Module, requirement, ArgumentTypeError)
     for key, owner, name, present in _attributes(module, prefix):
         is_sharded = isinstance(present, ShardedTensor)
         if strict and is_sharded and key not in state_dict:

@@ -3,7 +3,10 @@
 By default each rank has its own indices. They are gathered over the ranks and looked up as one
 batch, and each rank keeps the rows of its own indices:
 
-    indices of ranks 0..2   [3 7] [] [1]     gathered: [3 7 1], in shards of 2, 0 and 1 rows
+                              rank 0    rank 1    rank 2
+    own indices               [3 7]     []        [1]
+    gathered indices          [3 7 1]   [3 7 1]   [3 7 1]
+    rows of the result kept   0 and 1   none      2
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ def replicated_indices(equal: bool = True) -> Iterator[None]:
     block each rank has indices of its own, as in torch.
 
     Args:
-        equal: False gathers again, which is the default outside.
+        equal: False declares, in an inner block, that each rank has indices of its own.
 
     Example:
         >>> table = ones(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), 4, 3)
@@ -54,48 +57,55 @@ def replicated_indices(equal: bool = True) -> Iterator[None]:
 
 
 def look_up(call: DTensorCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a look-up of rows by indices; all ranks call it and raise its errors."""
+    """Run a look-up of rows by indices.
+
+    All ranks call it. If the arguments of one rank are wrong, all ranks raise the error.
+    """
     bound = LOOKUPS[call.func].bind(*args, **kwargs)
     bound.apply_defaults()
     arguments = bound.arguments
     weight = arguments["weight"]
-    indices = [arguments.get(name) for name in ("input", "offsets", "per_sample_weights")]
+    inputs = [arguments.get(name) for name in ("input", "offsets", "per_sample_weights")]
     is_sharded = isinstance(weight, call.cls)
-    are_plain = not any(isinstance(tensor, call.cls | DTensor) for tensor in indices)
+    are_plain = not any(isinstance(tensor, call.cls | DTensor) for tensor in inputs)
     if not is_sharded or not are_plain:
         return call.run(args, kwargs)
     call.check_layouts()
     if _REPLICATED.context_value():
-        _facts(call, arguments)
+        _check_and_describe(call, arguments)
+        # Every rank returns the whole result as a plain tensor.
         return call.run((), arguments, plain=DTensor.full_tensor)
-    # Per rank two sizes: the length of its indices along dim 0, and the number of rows of its
-    # result.
     group = weight.process_group
-    reports = agree_on(group, lambda: _facts(call, arguments))
+    # for each rank the values of its facts, by name
+    reports = agree_on(group, lambda: _check_and_describe(call, arguments))
     sizes_by_rank = [report["sizes"] for report in reports]
-    lengths, sizes = zip(*sizes_by_rank, strict=True)
+    index_counts, row_counts = zip(*sizes_by_rank, strict=True)
     device = weight._local_tensors[0].device
     mesh = one_dim_mesh(group, device.type)
-    gathered = _gather_arguments(arguments, mesh, lengths, sizes)
+    gathered = _gather_arguments(arguments, mesh, index_counts, row_counts)
 
     def keep_own_rows(all_rows: DTensor) -> torch.Tensor:
-        return all_rows.redistribute(mesh, [Shard(0, sizes=sizes)]).to_local()
+        return all_rows.redistribute(mesh, [Shard(0, sizes=row_counts)]).to_local()
 
     rows = call.run((), gathered, plain=keep_own_rows)
-    if "offsets" in arguments:
+    if _is_bag(arguments):
         return rows
     return rows.view(*arguments["input"].shape, rows.shape[-1])
 
 
-def _facts(call: DTensorCall, arguments: dict[str, Any]) -> dict[str, Any]:
+def _is_bag(arguments: dict[str, Any]) -> bool:
+    """Tell whether the function is `embedding_bag`: `embedding` has no argument `offsets`."""
+    return "offsets" in arguments
+
+
+def _check_and_describe(call: DTensorCall, arguments: dict[str, Any]) -> dict[str, Any]:
     """Check this rank's indices; return facts for `agree_on`.
 
-    The sizes, which may differ between ranks, are the length of the indices along dim 0, and the
-    number of rows of the result.
+    The fact "sizes" may differ between ranks. It has the length of the indices along dim 0, and the
+    number of rows of the result: (3, 2) for embedding_bag of 3 indices in 2 bags.
     """
     name = call.name
-    # Only embedding_bag has offsets.
-    bags = "offsets" in arguments
+    bags = _is_bag(arguments)
     indices = arguments["input"]
     offsets = arguments.get("offsets")
     weights = arguments.get("per_sample_weights")
@@ -117,6 +127,7 @@ def _facts(call: DTensorCall, arguments: dict[str, Any]) -> dict[str, Any]:
         raise ArgumentTypeError(
             f"{name}: per_sample_weights must be a plain tensor of the shape of the indices"
         )
+    # On another device, the program would have to wait for the result of the check.
     if indices.device.type == "cpu" and indices.numel():
         low, high = torch.aminmax(indices)
         if low.item() < 0 or high.item() >= rows:
@@ -128,7 +139,9 @@ def _facts(call: DTensorCall, arguments: dict[str, Any]) -> dict[str, Any]:
         return facts
     bag_count = len(indices)
     if offsets is not None:
-        bag_count = len(offsets) - bool(arguments["include_last_offset"])
+        # The last offset may be the end of the last bag.
+        includes_end = bool(arguments["include_last_offset"])
+        bag_count = len(offsets) - 1 if includes_end else len(offsets)
     facts["shape of a bag"] = tuple(indices.shape[1:])
     facts["sizes"] = Fact((len(indices), bag_count), compare=False)
     return facts
@@ -144,24 +157,31 @@ def _fits_offsets(indices: torch.Tensor, offsets: Any) -> bool:
 
 
 def _gather_arguments(
-    arguments: dict[str, Any], mesh: DeviceMesh, lengths: Sequence[int], rows: Sequence[int]
+    arguments: dict[str, Any],
+    mesh: DeviceMesh,
+    index_counts: Sequence[int],
+    row_counts: Sequence[int],
 ) -> dict[str, Any]:
     """Gather the indices, offsets and weights of all ranks, in the order of the ranks.
 
     Args:
         arguments: The arguments of the look-up, by name.
         mesh: The ranks, in group order.
-        lengths: Per rank, the length of its indices along dim 0.
-        rows: Per rank, the number of rows of its result.
+        index_counts: Per rank, the length of its indices along dim 0.
+        row_counts: Per rank, the number of rows of its result.
     """
 
     def collect(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """Gather shards of dim 0 (S(0) -> R); the result's gradient must be equal on all ranks."""
+        """Gather shards of dim 0.
+
+        In backward, each rank takes a slice of the result's gradient, which is equal on all ranks:
+        all ranks look up all rows, and `look_up` shards the result.
+        """
         shape = torch.Size([sum(sizes), *tensor.shape[1:]])
         stride = torch.empty(shape, device="meta").stride()
-        rows = Shard(0, sizes=tuple(sizes))
+        placement = Shard(0, sizes=tuple(sizes))
         sharded = DTensor.from_local(
-            tensor, mesh, [rows], run_check=False, shape=shape, stride=stride
+            tensor, mesh, [placement], run_check=False, shape=shape, stride=stride
         )
         return sharded.full_tensor()
 
@@ -173,13 +193,16 @@ def _gather_arguments(
             continue
         if "offsets" not in arguments:
             tensor = tensor.reshape(-1)
-        gathered[name] = collect(tensor, lengths)
+        gathered[name] = collect(tensor, index_counts)
     if offsets is not None:
-        # Example: offsets [0 2] of 3 indices on rank 0, and [0] of 1 index on rank 1 -> [0 2 3].
+        # Example: rank 0 has the offsets [0 2] of 3 indices, and rank 1 has [0] of 1 index. The
+        # ranks' indices start at 0 and 3, so all offsets are [0 2 3]. With `include_last_offset`,
+        # rank 0 has [0 2 3] and rank 1 has [0 1]. Without the ends they are gathered in the same
+        # way, and the end of all indices is added: [0 2 3 4].
         includes_end = bool(arguments["include_last_offset"])
-        *starts, end = accumulate(lengths, initial=0)
-        shifted = offsets + starts[mesh.get_local_rank()]
-        joined = collect(shifted[: len(shifted) - includes_end], rows)
+        *starts, end = accumulate(index_counts, initial=0)
+        bag_starts = offsets[:-1] if includes_end else offsets
+        joined = collect(bag_starts + starts[mesh.get_local_rank()], row_counts)
         if includes_end:
             joined = torch.cat([joined, joined.new_tensor([end])])
         gathered["offsets"] = joined

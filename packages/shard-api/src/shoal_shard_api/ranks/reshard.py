@@ -4,10 +4,6 @@
 their local shards in the order of the layout. A rank without shards passes one empty tensor, so
 that it takes part in the collectives of backward.
 
-The first line of a docstring says where the tensor is before and after the call: `Layout` is
-sharded by a layout, `R` is replicated, that is whole on every rank, and `Plain` is whole
-on one rank.
-
 Rows on ranks 0 and 1 become columns. Rank 0 keeps the block `a b e f` and sends `c d g h`, and
 rank 1 keeps `k l o p` and sends `i j m n`.
 
@@ -54,7 +50,7 @@ def _boxes(layout: Layout, rank: int) -> list[Box]:
     return [box for holder, box in layout if holder == rank]
 
 
-def _with_boxes(
+def _pair_with_boxes(
     layout: Layout, rank: int, tensors: Sequence[torch.Tensor]
 ) -> list[tuple[Box, torch.Tensor]]:
     """Return the shards of a global rank, each after its box.
@@ -92,8 +88,8 @@ def _write_shards(
     """Write this rank's shards of the target into ``out``."""
     # Layouts name global ranks. `comm.rank` is the position of this rank in the group.
     global_rank = comm.ranks[comm.rank]
-    before = _with_boxes(source, global_rank, tensors)
-    after = _with_boxes(target, global_rank, out)
+    before = _pair_with_boxes(source, global_rank, tensors)
+    after = _pair_with_boxes(target, global_rank, out)
     plan = _plan(source, target, comm.ranks, comm.rank)
     move_blocks([BlockMove(plan, before, after)], comm)
 
@@ -162,7 +158,7 @@ class _Collect(torch.autograd.Function):
         # the number of elements that each rank sends
         sizes = [_count_elements(boxes) for boxes in boxes_by_rank]
         packed = pack_blocks([tensor.detach() for tensor in tensors])
-        gathered = all_gather_v(packed, comm, sizes, 0)
+        gathered = all_gather_v(packed, comm, sizes, dim=0)
         full = tensors[0].new_empty(shape)
         places = [full[slices_of(box)] for boxes in boxes_by_rank for box in boxes]
         unpack_blocks(gathered, places)
@@ -186,6 +182,7 @@ def scatter(full: torch.Tensor, layout: Layout, src: int, comm: Comm) -> list[to
     tensor = full.contiguous() if comm.rank == src else full.new_empty(0)
     if source == layout:
         # `src` keeps the whole tensor; the other ranks have no shards, and return an empty tensor.
+        # `move` would return `tensor` itself, which may be `full`.
         return [tensor.clone()]
     with torch.no_grad():
         return move([tensor], source, layout, comm)
