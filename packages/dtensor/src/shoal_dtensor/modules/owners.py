@@ -245,6 +245,8 @@ def batched_by_owner(
 
 _STATE = "_shoal_state"
 _REPLACED = "_shoal_replaced"
+# torch's mark of a parameter, the last value of a partial norm, and the base of a copied view
+_ATTRIBUTES_OF_DTENSORS = frozenset({"_is_param", "_reduced", "_source"})
 _Hooks = Mapping[int, Any]
 
 
@@ -268,6 +270,19 @@ class _Carried:
     def __call__(self, tensor: Any) -> Any:
         hook = self.hooks.get(self.key)
         return None if hook is None else hook(tensor)
+
+
+def _attributes_of_user(param: Any) -> dict[str, Any]:
+    """Return the attributes that a user has set on a parameter, or on the one that it replaced."""
+    state: _CarriedState | None = getattr(param, _STATE, None)
+    internal = {_STATE, _REPLACED}
+    if state:
+        internal |= state.own_attributes
+    elif isinstance(param, DTensor):
+        # This DTensor replaced a parameter without attributes and hooks.
+        internal |= _ATTRIBUTES_OF_DTENSORS
+        internal |= {name for name in vars(param) if name.startswith("_shoal_")}
+    return {name: value for name, value in vars(param).items() if name not in internal}
 
 
 def _hooks(param: Any) -> tuple[_Hooks, _Hooks]:
@@ -353,15 +368,12 @@ def move_attachments(old: Any, new: Any) -> None:
 
 def carry_attached(old: Any, new: Any) -> None:
     """Copy attributes and gradient hooks to a replacing tensor; do not note the old one."""
-    state: _CarriedState | None = getattr(old, _STATE, None)
-    if not state and isinstance(old, DTensor):
-        # This DTensor replaced a parameter without attributes and hooks. Attributes that were set
-        # on it later are not carried over, because they look like the DTensor's own.
-        return
-    own_attributes = state.own_attributes if state else ()
-    internal = {*own_attributes, _STATE, _REPLACED}
-    attributes = {name: value for name, value in vars(old).items() if name not in internal}
-    hooks, post_hooks = _hooks(old)
+    attributes = _attributes_of_user(old)
+    hooks: _Hooks = {}
+    post_hooks: _Hooks = {}
+    # The hooks that a DTensor got itself are called with DTensors, so `new` cannot have them.
+    if getattr(old, _STATE, None) or not isinstance(old, DTensor):
+        hooks, post_hooks = _hooks(old)
     if not attributes and not hooks and not post_hooks:
         return
     setattr(new, _STATE, _CarriedState(frozenset(vars(new)), (hooks, post_hooks)))
