@@ -22,7 +22,7 @@ from shoal_dtensor import DTensor
 from shoal_dtensor.errors import PlanError
 from shoal_dtensor.internal import check_types, local_of, slices_of
 from shoal_tp_styles.internal import make_adjacent, progress
-from shoal_transfer.internal import Entry, entries_of, local_boxes, split_parameters
+from shoal_transfer.internal import Entry, entries_of, find_split_parameters, local_boxes
 
 Slices = tuple[slice, ...]
 
@@ -123,7 +123,7 @@ def load_sharded(module: nn.Module, source: Source, *, strict: bool = True) -> L
     # A style keeps the parts of a split parameter next to each other in memory, so that one matrix
     # product reads them all. Loading has replaced the parts that were on the meta device.
     for owner in module.modules():
-        for fused in split_parameters(owner):
+        for fused in find_split_parameters(owner):
             make_adjacent(owner, fused)
     return loaded
 

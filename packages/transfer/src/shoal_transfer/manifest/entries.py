@@ -55,7 +55,7 @@ def entries_of(module: nn.Module) -> Iterator[Entry]:
     for prefix, owner in module.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
         blocks: dict[str, _Block] = {}
-        for fused in split_parameters(owner):
+        for fused in find_split_parameters(owner):
             for name, rows in block_rows(fused):
                 blocks[name] = _Block(*rows, fused.transposed)
         tables: list[dict[str, Any]] = [owner._parameters, owner._buffers]
@@ -118,7 +118,7 @@ def _entry_of_whole(table: dict[str, Any], name: str, tensor: Tensor, path: str)
     )
 
 
-def split_parameters(owner: nn.Module) -> Iterator[Any]:
+def find_split_parameters(owner: nn.Module) -> Iterator[Any]:
     """Yield the fused parameters of a module that its styles have split into blocks.
 
     Each is a `FusedBlocks` of shoal_tp_styles.
