@@ -35,6 +35,7 @@ from data_parallel_model import (
     OptionalFirst,
     backward_of_each,
     batch,
+    full,
     loss_of,
     mesh_of,
     own,
@@ -404,20 +405,24 @@ def test_a_model_made_without_memory_is_filled_later() -> None:
     replicas_are_filled(two_equal_models()[0], model, mesh_of(4, 1))
 
 
+@SHARDED
 @on_ranks(2)
-def test_values_of_a_model_made_without_memory_are_those_of_one_rank() -> None:
+def test_values_of_a_model_made_without_memory_are_those_of_one_rank(shard_optimizer: bool) -> None:
     """Replicas that each rank initialized from a seed of its own differed for good."""
     with torch.device("meta"):
         model = nn.Linear(4, 4)
-    replicate(model, mesh_of(2, 1)["data"])
-    model.to_empty(device="cpu")
-    torch.manual_seed(dist.get_rank())
+    replicate(model, mesh_of(2, 1)["data"], shard_optimizer=shard_optimizer)
+    outer = nn.Sequential(model)
+    outer.to_empty(device="cpu")
+    with pytest.raises(StyleError, match=r"\['weight', 'bias'\] have memory but no values"):
+        model(torch.ones(2, 4))
+    torch.manual_seed(0 if shard_optimizer else dist.get_rank())
     model.reset_parameters()
     model(torch.ones(2, 4)).sum().backward()
     torch.manual_seed(0)
     expected = nn.Linear(4, 4)
-    assert torch.equal(model.weight, expected.weight)
-    assert torch.equal(model.bias, expected.bias)
+    assert torch.equal(full(model.weight), expected.weight)
+    assert torch.equal(full(model.bias), expected.bias)
 
 
 @on_ranks(4)

@@ -47,6 +47,9 @@ def test_parameters_without_values_are_named(kind: str) -> None:
                 one(example(kind))
     assert model(example(kind).to("meta")).is_meta
     model.to_empty(device="cpu")
+    if kind != "norm":
+        with pytest.raises(StyleError, match=r"'0.weight'.* have memory but no values"):
+            model(example(kind))
     torch.manual_seed(0)
     model[0].reset_parameters()  # type: ignore[operator]  # each of these layers has it
     torch.manual_seed(0)

@@ -19,7 +19,6 @@ from shoal_dtensor import DTensor
 from shoal_dtensor.errors import LayoutError, StyleError
 from shoal_dtensor.internal import (
     DataDtypes,
-    check_materialized,
     check_plain_tensors,
     check_types,
     complete_forwards,
@@ -47,7 +46,7 @@ from .gradients.gradient_buckets import Bucket, GradientBuckets
 from .gradients.gradient_group import ReducingModule
 from .gradients.reducer import Reducer
 from .gradients.replica import Replica, gathered_in_turns, replica_of
-from .parameters.agreement import check_same_on_data_axes
+from .parameters.agreement import check_module_values, check_same_on_data_axes
 from .parameters.data_axes import DataAxes
 from .parameters.gathered_types import declare_whole
 from .parameters.leaf_checks import check_leaf
@@ -446,7 +445,8 @@ class Replicas(Reducer):
     def after_conversion(self) -> None:
         """Have the next forward attach new buckets if the conversion replaced autograd's nodes."""
         if self.gradients.lacks_nodes():
-            self._attached = []
+            # equal to no other; `check_materialized` reads the devices
+            self._attached = [(None, *others) for _, *others in self._attached]
 
     def _buckets(self, trained: Sequence[Replica]) -> list[Bucket]:
         """Return buckets of at most `bucket_bytes`, last parameter first.
@@ -541,14 +541,11 @@ class Replicas(Reducer):
             state.gradients.begin()
 
     def check_materialized(self) -> None:
-        """Raise StyleError if parameters are still on the meta device."""
+        """Raise StyleError if parameters have no values since they were on the meta device."""
         # the parameters that were attached last, with their devices
-        if not any(device.type == "meta" for *_, device in self._attached):
-            return
-        named = self.module.named_parameters()
-        names = [name for name, p in named if p.device.type == "meta"]
-        if self.axes.mesh.device_type != "meta":
-            check_materialized("replicate", names)
+        were_on_meta = any(device.type == "meta" for *_, device in self._attached)
+        if were_on_meta and self.axes.mesh.device_type != "meta":
+            check_module_values("replicate", self.module)
 
     @torch.no_grad()
     def send_materialized(self) -> None:

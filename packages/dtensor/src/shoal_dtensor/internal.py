@@ -77,7 +77,7 @@ from .modules.forwards import (
     forward_of,
     set_forward,
 )
-from .modules.materialized import check_materialized
+from .modules.materialized import check_initialized, check_materialized, has_no_values
 from .modules.owners import (
     Owner,
     batched_by_owner,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from shoal_dtensor import Spec
@@ -160,8 +161,15 @@ class ReducingModule(nn.Module):
         return ", ".join(filter(None, [super().extra_repr(), self._made_by]))
 
     def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
-        """Convert the module, as `Module.to` and its like do, and tell the reducers."""
+        """Convert the module, as `Module.to` and its like do, and tell the reducers.
+
+        `to_empty()` leaves memory without values, which is filled with NaN to be recognized.
+        """
+        on_meta = [name for name, param in self.named_parameters() if param.is_meta]
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # of torch
+        for param in map(self.get_parameter, on_meta):
+            if not param.is_meta and (param.is_floating_point() or param.is_complex()):
+                param.detach().fill_(torch.nan)
         for reducer in self._reducers(recurse=False):
             reducer.after_conversion()
         return result

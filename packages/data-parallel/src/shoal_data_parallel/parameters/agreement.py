@@ -9,11 +9,15 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 
-from shoal_dtensor.errors import StyleError
-from shoal_dtensor.internal import check_materialized, check_same_parameters
+from shoal_dtensor.internal import (
+    check_initialized,
+    check_materialized,
+    check_same_parameters,
+    has_no_values,
+)
 
 from .data_axes import DataAxes
-from .leaf_checks import check_steps_in_backward, has_no_values
+from .leaf_checks import check_steps_in_backward
 from .sharded_parameters import ShardedParameter, Site
 
 
@@ -28,20 +32,11 @@ def check_same_on_data_axes(
     check_same_parameters(function, parameters, axes.mesh, "data-parallel ranks")
 
 
-def check_initialized(function: str, names: Sequence[str]) -> None:
-    """Raise StyleError for parameters whose memory was allocated, but not initialized.
-
-    Args:
-        function: the name of the function that is called, for the error.
-        names: the parameters that the caller has found without values (`has_no_values`); empty if
-            it found none.
-    """
-    if names:
-        raise StyleError(
-            f"{function}: parameters {list(names)} have memory but no values, as module.to_empty() "
-            "leaves them. Initialize the parameters (with module.reset_parameters(), or by "
-            "load_state_dict) before the first forward"
-        )
+def check_module_values(function: str, module: nn.Module) -> None:
+    """Raise StyleError if parameters of a module have no values."""
+    named = [*module.named_parameters()]
+    check_materialized(function, [name for name, p in named if p.is_meta])
+    check_initialized(function, [name for name, p in named if has_no_values(p)])
 
 
 def check_values(

@@ -1,4 +1,4 @@
-"""Checks of leaves: that modules hold them as parameters, and that they have been initialized.
+"""Checks of leaves: that modules hold them as parameters, and that no optimizer steps too early.
 
 Only leaves get reduced gradients.
 """
@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal_dtensor.errors import LayoutError, StyleError
-from shoal_dtensor.internal import FakeTensor, local_of
 
 
 def check_leaf(held: Tensor, description: str) -> None:
@@ -20,14 +19,6 @@ def check_leaf(held: Tensor, description: str) -> None:
             f"{description} was replaced by the result of an operation, and its gradient would not "
             "be averaged: assign a parameter, or a detached tensor"
         )
-
-
-def has_no_values(leaf: nn.Parameter) -> bool:
-    """Return whether a leaf has NaN in all elements: `to_empty()` fills memory with NaN."""
-    local = local_of(leaf).detach()
-    if isinstance(local, FakeTensor) or not local.numel():
-        return False
-    return bool(local.isnan().all())
 
 
 def check_steps_in_backward(function: str, leaf: Any) -> None:

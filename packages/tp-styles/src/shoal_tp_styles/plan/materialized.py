@@ -3,8 +3,9 @@
 A module may be made parallel on the meta device and get its values later. Torch's operators would
 otherwise fail with an error that names no tensor, or return results without values. A hook of the
 root module looks at parameters and buffers before a forward, and removes itself once they have
-values. Buffers stay behind where `load_state_dict(assign=True)` gives values to parameters: a state
-dict does not have the buffers that are not persistent.
+values. Parameters that `to_empty()` has allocated have none: it fills DTensors with NaN. Buffers
+stay behind where `load_state_dict(assign=True)` gives values to parameters: a state dict does not
+have the buffers that are not persistent.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shoal_dtensor.internal import check_materialized, pytree
+from shoal_dtensor.internal import (
+    check_initialized,
+    check_materialized,
+    has_no_values,
+    pytree,
+)
 from shoal_mesh.internal import is_traced
 
 from .._torch import hook_start_of_forward, unhook_start_of_forward
@@ -37,6 +43,8 @@ def _check_values(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
     inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if any(tensor.device.type != "meta" for tensor in inputs):
         check_materialized("parallelize_module", names)
+        named = module.named_parameters()
+        check_initialized("parallelize_module", [name for name, p in named if has_no_values(p)])
     if not names:
         unhook_start_of_forward(module)
 
