@@ -27,7 +27,7 @@ BOUNDS = {
     "redistribution": (20, 21),
     "column linear, forward": (4, 3),
     "column linear, backward": (5, 5),
-    "fully_shard unit, forward": (25, 36),
+    "fully_shard unit, forward": (25, 37),
     "fully_shard unit, backward": (30, 46),
     "verify": (34, 60),
     "all-reduce": (8, 8),

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from shoal_dtensor import DTensor
 from shoal_dtensor.errors import (
     LayoutError,
     StyleError,
@@ -32,7 +33,7 @@ from .gradients.gradient_group import ReducingModule
 from .gradients.reduction import GroupReduction, deliver
 from .units.schedule import CommContext
 from .units.unit import STATE, Unit, unit_of, units_of
-from .units.unit_passes import as_forward, enter
+from .units.unit_passes import as_forward, enter, value_outside
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -115,6 +116,12 @@ class FSDPModule(ReducingModule):
 
     def _reducers(self, recurse: bool = True) -> list[Unit]:
         return units_of(self, recurse)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute, and copies of gathered values between forward and backward."""
+        value = super().__getattr__(name)
+        # modules that run hold gathered parameters, which are DTensors only under styles
+        return value_outside(self, value) if type(value) is DTensor else value
 
     # --- gathering --------------------------------------------------------------------------------
 

@@ -45,7 +45,7 @@ from .gradients.global_losses import watch
 from .gradients.gradient_buckets import Bucket, GradientBuckets
 from .gradients.gradient_group import ReducingModule
 from .gradients.reducer import Reducer
-from .gradients.replica import Replica, gathered_in_turns, replica_of
+from .gradients.replica import Replica, gathered_in_turns, replica_of, value_outside
 from .parameters.agreement import check_module_values, check_same_on_data_axes
 from .parameters.data_axes import DataAxes
 from .parameters.gathered_types import declare_whole
@@ -494,6 +494,8 @@ class Replicas(Reducer):
             self.begin_pass()
         else:
             self.end_pass()
+            # a forward that raised has no output
+            self.awaits_backward = output is not None
         for tensor in pytree.tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(self.gradients.begin_if_needed)
@@ -601,6 +603,12 @@ class ReplicateModule(ReducingModule):
     def _reducers(self, recurse: bool = True) -> Sequence[Reducer]:
         modules = self.modules() if recurse else [self]
         return [vars(module)[_STATE] for module in modules if _STATE in vars(module)]
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute, and the replica of a shard between forward and backward."""
+        value = super().__getattr__(name)
+        has_shards = type(value) is DTensor and _STATE in vars(self)
+        return value_outside(vars(self)[_STATE], value) if has_shards else value
 
     def reduce_gradients(self) -> None:
         """Reduce the gradients that were kept, without another backward.

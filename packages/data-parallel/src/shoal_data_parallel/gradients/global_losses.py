@@ -189,6 +189,8 @@ class _DataCrossings:
                 loss.begin_at("unclear" if crossing.ranks_with_copies else "local")
         if reducer is None:
             return grad, spec
+        # this may be the only way to the reducer, for a loss of parameters alone
+        reducer.awaits_backward = False
         has_copies = bool(_copies(crossings))
         # set by `to_local()`: true if the user did not pass `grad_placements`
         takes_default_placements = node.by_default

@@ -428,6 +428,7 @@ class GradientBuckets:
     def _restore(self, ended: _Pass) -> None:
         """End the pass, and restore the gradients from before it."""
         self._pass = None
+        self.owner.awaits_backward = False
         self.owner.end_pass()
         for replica, grad in zip(self.replicas, ended.grads_before, strict=True):
             replica.leaf.grad = grad

@@ -28,6 +28,8 @@ class Reducer:
     returns_zero_gradients: bool = False
     # whether modules see DTensors on the data axes, so that all ranks share one loss
     is_on_data_axes: bool = False
+    # whether a forward has ended, and no backward has reached its parameters since
+    awaits_backward: bool = False
     # the divisor of summed gradients; None for the number of ranks, or for 1 with a loss of all
     # ranks
     divisor: float | None = None

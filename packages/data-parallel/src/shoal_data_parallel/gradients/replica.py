@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakMethod
 
 import torch
@@ -28,6 +28,7 @@ from shoal_dtensor.internal import (
     accumulation_hooks,
     grad_hooked,
     gradient_hooks,
+    is_compiling,
     leaf_route,
     local_of,
 )
@@ -35,7 +36,7 @@ from shoal_dtensor.internal import (
 from .._torch import run_when_ready
 from ..parameters.data_axes import DataAxes
 from ..parameters.leaf_checks import check_steps_in_backward
-from ..parameters.leaf_hooks import GradientSwitch, install_switch
+from ..parameters.leaf_hooks import GradientSwitch, install_switch, with_methods_of_dtensors
 from ..parameters.sharded_parameters import ShardedParameter
 from ..parameters.shards_to_send import start_to_gather
 
@@ -222,6 +223,27 @@ def replica_of(leaf: nn.Parameter, axes: DataAxes, dtype: torch.dtype | None) ->
         sites=(), leaf=leaf, resting=spec, gathered=spec, inner=None, reduced=spec
     )
     return Replica(leaf, target)
+
+
+class OwnerOfReplicas(Protocol):
+    """The reducer of a replicated module."""
+
+    awaits_backward: bool
+    replicas: list[Replica]
+
+
+def value_outside(owner: OwnerOfReplicas, shard: Any) -> Any:
+    """Return what code outside of a forward gets for a parameter that a module holds.
+
+    Between a forward and its backward it is the replica of a shard that the optimizer updates. Code
+    under `no_grad` gets the shard, so that it can write to it.
+    """
+    if is_compiling() or not owner.awaits_backward or not torch.is_grad_enabled():
+        return shard
+    for replica in owner.replicas:
+        if replica.optimizer_parameter is shard and replica.version == replica.target.version():
+            return with_methods_of_dtensors(replica.module_tensor, shard)
+    return shard
 
 
 def gathered_in_turns(

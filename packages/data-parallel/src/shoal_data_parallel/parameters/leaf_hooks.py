@@ -13,6 +13,7 @@ from weakref import ref
 
 from torch import Tensor, nn
 
+from shoal_dtensor import DTensor
 from shoal_dtensor.internal import accumulation_hooks
 
 from .sharded_parameters import ShardedParameter
@@ -65,6 +66,21 @@ def install_switch(tensor: Any, switch: GradientSwitch) -> None:
     Torch refuses such calls for tensors that are not leaves.
     """
     tensor.requires_grad_ = switch
+
+
+# what code that knows the parameter as a DTensor may ask it for
+_OF_DTENSORS = ("full_tensor", "to_local", "redistribute", "placements", "device_mesh")
+
+
+def with_methods_of_dtensors(values: Any, leaf: Any) -> Any:
+    """Return a plain tensor with a parameter's values, which answers as the parameter does.
+
+    `model.logit_scale.full_tensor()` then works at all times, also while the module shows values.
+    """
+    if not isinstance(values, DTensor):
+        for name in _OF_DTENSORS:
+            setattr(values, name, getattr(leaf, name))
+    return values
 
 
 class SilentHooks:

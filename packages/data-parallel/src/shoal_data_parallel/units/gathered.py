@@ -24,6 +24,7 @@ from shoal_mesh.internal import observers
 
 from ..parameters.sharded_parameters import ShardedParameter
 from ..parameters.written_values import digest_of
+from .lent_values import LentCopy
 
 # The default process group, then for each leaf its version, the version of its shard, the shard's
 # memory and its dtype (`Unit.versions`).
@@ -80,6 +81,8 @@ class Gathered:
     # with `reshard_after_forward=<int>`: this rank's larger shards, from the end of a forward to
     # the next gather
     shards: list[Tensor] = field(default_factory=list)
+    # by index of the parameter: the copies that code between a forward and its backward has read
+    lent: dict[int, LentCopy] = field(default_factory=dict)
 
     def allocate(self, layouts: Sequence[Spec]) -> list[Tensor]:
         """Return the tensors that collectives write to, with memory; make them the first time."""
@@ -151,6 +154,12 @@ class Gathered:
             return False
         pairs = zip(self.digests_when_filled, self.tensors, strict=True)
         return any(not torch.equal(digest, digest_of(tensor)) for digest, tensor in pairs)
+
+    def take_back(self) -> bool:
+        """Forget the copies that were lent; return whether one of them was written to."""
+        lent = self.lent
+        self.lent = {}
+        return any(one.was_written for one in lent.values())
 
     def release(self, *, keeps_memory: bool) -> None:
         """Declare the values of all gathered tensors invalid, and free the tensors' memory.

@@ -444,8 +444,8 @@ class Unit(Group):
         """Return the error for gathered parameters that were written to."""
         return StyleError(
             f"fully_shard: gathered parameters of {self.name!r} were written to; the written "
-            "values are lost, because shards do not change. Write to the parameters outside "
-            "of the module's forward and of unshard()"
+            "values are lost, because shards do not change. Write to the parameters under no_grad, "
+            "outside of the module's forward and of unshard()"
         )
 
     def shard_inside(self) -> None:

@@ -104,6 +104,7 @@ class UnitBackward:
             "derivatives need parameters that are not freed: differentiate the module before it "
             "is sharded, or use replicate() and ask for gradients of inputs"
         )
+        forward.unit.awaits_backward = False
         outermost = forward.units[0]
         if outermost.backward is None:
             for unit in forward.units:
@@ -229,6 +230,9 @@ class UnitBackward:
                 unit.partially_accumulated and outermost.backward is not self
             )
         self._close()
+        for unit in self._units:
+            if unit.current.lent and unit.current.take_back():
+                raise unit.written_error()
 
     def _deliver(self, *, captures: bool) -> None:
         """Deliver the gradients that this pass and earlier ones have reduced.

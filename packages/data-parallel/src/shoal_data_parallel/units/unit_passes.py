@@ -45,9 +45,10 @@ from .._torch import (
 )
 from ..gradients.equal_rows import warn_of_equal_rows
 from ..parameters.gathered_types import declare_whole
-from ..parameters.leaf_hooks import GradientSwitch, install_switch
+from ..parameters.leaf_hooks import GradientSwitch, install_switch, with_methods_of_dtensors
 from .gathered import Gathered, Views
-from .unit import Forward, Unit, unit_of
+from .lent_values import LentCopy
+from .unit import Forward, Unit, unit_of, units_of
 from .unit_backward import running_backward
 
 
@@ -77,7 +78,7 @@ def _before_call(unit: Unit, module: nn.Module, args: Any) -> None:
     """
     if is_compiling() or unit.exposed is not None or unit.frees_after_forward:
         return
-    forward = _enter_again(unit)
+    forward = enter_again(unit)
     forward.units = unit.schedule.units
     unit.scope.lone_call = module
     unit.scope.enter_guard(_guard_of(forward))
@@ -168,6 +169,8 @@ def _free_after_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
             if not recomputing:
                 schedule.ended.append(unit)
         _leave(unit)
+        # a forward that raised has no output, and `_leave` may raise
+        unit.awaits_backward = output is not None and not in_backward()
     if not in_backward() and schedule.units[0] is unit and not scope.guards:
         schedule.running = False
         for other in schedule.units:
@@ -241,6 +244,9 @@ def _begin(unit: Unit) -> Forward:
     schedule = unit.schedule
     recomputing = in_backward()
     if not recomputing:
+        unit.awaits_backward = False
+        if unit.current.lent and unit.current.take_back():
+            raise unit.written_error()
         schedule.begin_forward(unit)
         schedule.wait_for_optimizer()
         if unit is schedule.units[0]:
@@ -311,7 +317,7 @@ def _enter(unit: Unit, *, private: bool) -> Forward:
     return forward
 
 
-def _enter_again(unit: Unit) -> Forward:
+def enter_again(unit: Unit) -> Forward:
     """Have the modules see the tensors that the last forward gathered, and return that forward.
 
     If the tensors cannot be used again, begin a new forward.
@@ -329,6 +335,43 @@ def _enter_again(unit: Unit) -> Forward:
         return enter(unit)
     unit.expose(views)
     return used
+
+
+def value_outside(module: nn.Module, leaf: Any) -> Any:
+    """Return what code outside of a forward gets for a parameter that a module holds.
+
+    It is the parameter itself, or a copy of its gathered values between a forward that autograd has
+    recorded and its backward. Code under `no_grad` gets the parameter itself, so that it can write
+    to the shards.
+    """
+    if is_compiling() or not torch.is_grad_enabled() or in_backward() or in_transform():
+        return leaf
+    for unit in units_of(module, recurse=False):
+        for index, parameter in enumerate(unit.parameters):
+            if parameter.leaf is leaf:
+                return _lend(unit, index) if _has_recorded_values(unit) else leaf
+    return leaf
+
+
+def _has_recorded_values(unit: Unit) -> bool:
+    """Return whether a unit has stayed gathered since a forward that autograd has recorded."""
+    used = unit.used
+    if used is None or not unit.awaits_backward or not used.nodes or types_are_checked():
+        return False
+    return used.gathered.has_values and used.gathered.versions == unit.versions
+
+
+def _lend(unit: Unit, index: int) -> Any:
+    """Return a copy of the gathered values of a parameter, whose gradient the unit reduces."""
+    forward = enter_again(unit)
+    forward.units = unit.schedule.units
+    assert unit.exposed is not None, "entering exposes"
+    view = unit.exposed[index]
+    unit.hide()
+    lent = forward.gathered.lent
+    if index not in lent:
+        lent[index] = LentCopy.of(view)
+    return with_methods_of_dtensors(lent[index].with_gradient_of(view), unit.parameters[index].leaf)
 
 
 class GatheredUnit(Function):
