@@ -1,6 +1,7 @@
 """`replicate` against one device, on real gloo ranks: values, gradients, collectives, faults.
 
-Covers: replicate.py, replica.py, gradient_buckets.py, forward_writes.py.
+Covers: replicate.py, replica.py, gradient_buckets.py, forward_writes.py,
+registrations.py.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from data_parallel_checks import (
     OPTIMIZERS,
@@ -688,6 +690,55 @@ def test_a_forward_that_writes_its_ranks_values_is_an_error(
         finish = model(x).sum().backward
     with pytest.raises(StyleError, match="wrote different values to parameters"):
         finish()
+
+
+class Replacing(nn.Module):
+    """A layer whose forward gets another parameter, or one more."""
+
+    def __init__(self, name: str, *, on_rank: bool) -> None:
+        super().__init__()
+        self.layer, self.name, self.on_rank = nn.Linear(4, 4), name, on_rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.on_rank:
+            values = self.layer.weight.detach() * 2
+            setattr(self.layer, self.name, nn.Parameter(values))
+        out: Tensor = self.layer(x)
+        return out if self.name == "weight" else out + getattr(self.layer, self.name, x)
+
+
+@SHARDED
+@pytest.mark.parametrize("name", ["weight", "bias_of_rows"])
+@pytest.mark.parametrize("ranks", [[0, 1], [1]])
+@on_ranks(2)
+def test_a_forward_that_replaces_a_parameter_is_an_error(
+    ranks: list[int], name: str, shard_optimizer: bool
+) -> None:
+    """The gradient of the new parameter was not averaged, so replicas drifted apart."""
+    mesh = mesh_of(2, 1)
+    on_rank = mesh.get_local_rank("data") in ranks
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 4), Replacing(name, on_rank=on_rank))
+    replicate(model, mesh["data"], shard_optimizer=shard_optimizer)
+    loss = model(torch.ones(4, 4)).sum()
+    names = rf"added the parameters \['1.layer.{name}'\]"
+    with pytest.raises(StyleError, match=names if on_rank else "on this rank they wrote to no"):
+        loss.backward()
+
+
+@on_ranks(2)
+def test_a_forward_may_register_a_parametrization_and_remove_it() -> None:
+    class Adapted(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            parametrize.register_parametrization(self, "weight", nn.Identity())
+            out = super().forward(input)
+            parametrize.remove_parametrizations(self, "weight", leave_parametrized=False)
+            return out
+
+    plain, model = single_and_replicated(mesh_of(2, 1), lambda: Adapted(4, 4))
+    for module in plain, model:
+        module(torch.ones(4, 4, dtype=torch.float64)).square().sum().backward()
+    same_gradients(plain, model)
 
 
 @SHARDED

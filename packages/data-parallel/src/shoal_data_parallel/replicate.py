@@ -489,7 +489,7 @@ class Replicas(Reducer):
             return
         self._depth -= 1
         if not self._depth and not self.gradients.is_running:
-            self.writes.end()
+            self.writes.end(self.module)
         if self.gradients.is_running:
             self.begin_pass()
         else:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from shoal_dtensor.errors import StyleError
 
 from ..parameters.written_values import Fingerprint, digest_of
+from .registrations import Registrations
 
 # Columns of flags: whether a rank has written, and 15 bits of the digest. Unequal writes have equal
 # bits about once in 2**15 times.
@@ -43,6 +44,9 @@ class ForwardWrites:
     def __init__(self) -> None:
         # The tensors that modules use in the running forward, as they were at its beginning.
         self._before: list[tuple[Used, Fingerprint]] = []
+        self._registrations = Registrations()
+        # the names of parameters that forwards have replaced or added
+        self._new: list[str] = []
         # by `id`: the tensors that were written to, and the parameters that optimizers update
         self._written: dict[int, Tensor] = {}
         self._digest: Tensor | None = None
@@ -52,21 +56,27 @@ class ForwardWrites:
 
         With `reads_values` the fingerprints have digests of the values, too.
         """
+        self._registrations.begin()
         self._before = [
             (used, Fingerprint.of(used.tensor, reads_values=reads_values))
             for used in parameters
             if not used.tensor.is_inference()
         ]
 
-    def end(self) -> None:
-        """Digest the parameters that have changed since the beginning."""
+    def end(self, module: nn.Module) -> None:
+        """Digest the parameters that have changed, and name the new ones, since the beginning."""
+        tensors = [tensor for used, _ in self._before for tensor in used]
+        self._new += self._registrations.end(module, tensors)
         written = [used for used, before in self._before if before.differs_from(used.tensor)]
         self._before = []
-        if not written:
+        if not written and not self._new:
             return
         for used in written:
             self._written.update({id(tensor): tensor for tensor in used})
-        digest = torch.stack([digest_of(used.tensor) for used in written]).sum()
+        digests = [digest_of(used.tensor) for used in written]
+        # new parameters change the digest, so that ranks without them find them too
+        digests.append(torch.full((), len(self._new), device=tensors[0].device))
+        digest = torch.stack(digests).sum()
         # the factor makes the digest depend on the order of forwards
         self._digest = digest if self._digest is None else self._digest * 31 + digest
 
@@ -81,7 +91,7 @@ class ForwardWrites:
 
     @property
     def has_written(self) -> bool:
-        return bool(self._written)
+        return bool(self._written or self._new)
 
     def check(self, sums: Sequence[float], ranks: int, module: nn.Module) -> None:
         """Raise StyleError if the sums of the ranks' columns show different writes.
@@ -89,7 +99,16 @@ class ForwardWrites:
         The error names the parameters.
         """
         written = self._written
+        new = self._new
         self._written = {}
+        self._new = []
+        if new:
+            raise StyleError(
+                f"replicate: forwards replaced or added the parameters {new}, so their gradients "
+                "are not averaged over ranks, and no optimizer has them. Write to the parameter "
+                "instead (under no_grad: self.weight.copy_(values)), or assign it outside of the "
+                "forward"
+            )
         if all(count in (0, ranks) for count in sums):
             return
         names = [name for name, p in module.named_parameters() if id(p) in written]
