@@ -10,7 +10,6 @@ libraries are not.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -41,7 +40,7 @@ from ..transport import Pending
 from ..watch.backend_work import LostRank, lost_ranks
 from ..watch.peers import minority, wait_until
 from ..watch.processes import ProcessState
-from ..watch.recorder import LIBRARIES
+from ..watch.recorder import LIBRARIES, number_of_text
 
 # Flows (`statement`) are computed modulo this prime, so that any backend can send them as signed
 # 64-bit integers.
@@ -426,13 +425,6 @@ def agree(rows: Sequence[Numbers]) -> bool:
     if len(facts) > 1 or len(dtypes) > 1:
         return False
     return sum(numbers.flow for numbers in rows) % _MODULUS == 0
-
-
-def number_of_text(text: str) -> int:
-    """Return a number that is the same for equal texts, in every process."""
-    digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
-    # never 0, which stands for no text
-    return int.from_bytes(digest, "little") + 1
 
 
 @lru_cache(maxsize=4096)

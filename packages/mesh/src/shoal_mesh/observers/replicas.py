@@ -15,7 +15,7 @@ from ..collectives import calls, even
 from ..collectives.calls import Along
 from ..errors import CollectiveTypeError, LockstepError
 from ..groups.world import bytes_of, device_of
-from .lockstep import number_of_text
+from ..watch.recorder import number_of_text
 
 
 @suggests_keywords()

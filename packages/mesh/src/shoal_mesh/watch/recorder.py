@@ -6,6 +6,7 @@ other ranks write files; `python -m shoal_mesh postmortem` reads the files of al
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections import deque
@@ -131,6 +132,13 @@ def _in_words(kind: str, dtype: object, count: int, op: str, root: int) -> str:
     how_many = "any number" if kind == "all_to_all_v" else count
     name = str(dtype).removeprefix("torch.")
     return f"{kind}{extra} of {how_many} x {name}"
+
+
+def number_of_text(text: str) -> int:
+    """Return a number that is the same for equal texts, in every process."""
+    digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
+    # never 0, which stands for no text
+    return int.from_bytes(digest, "little") + 1
 
 
 def note(purpose: tuple[str, int]) -> None:
