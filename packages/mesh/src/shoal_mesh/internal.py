@@ -29,6 +29,7 @@ from .argument_types import (
 )
 from .collectives.blocks import pack_blocks, unpack_blocks
 from .collectives.calls import Along, is_read_at_start
+from .collectives.compared import all_to_all_blocks_compared, broadcast_blocks_compared
 from .collectives.even import all_reduce_
 from .collectives.flat_messages import parts_like, positions_by_dtype
 from .collectives.graph_dependences import contribution, with_dependence

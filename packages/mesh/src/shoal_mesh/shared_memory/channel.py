@@ -28,7 +28,8 @@ import platform
 import secrets
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -99,6 +100,8 @@ class Stream:
         self._slot = 0
         # (dtype, count, ways) -> for each slot the two tensors that `slots` returns
         self._views: dict[tuple[torch.dtype, int, int], list[tuple[Tensor, Tensor]]] = {}
+        # for the next collective: the number of this rank, and the list for those of all ranks
+        self._compared: tuple[int, list[int]] | None = None
 
     def start(self, steps: Steps) -> StepwiseWork:
         """Start a collective and show its first round; complete the one that was open before."""
@@ -107,6 +110,9 @@ class Stream:
         self.peers.check()
         if self.depth == 1:
             self.wait(WAIT_FOR_SLOT)
+        if self._compared is not None:
+            steps = self._compare_first(steps, *self._compared)
+            self._compared = None
         slot = self._slot
         try:
             first = _torch.on_plain_kernels(next, steps)
@@ -118,6 +124,37 @@ class Stream:
         self.open = work
         work.show(first)
         return work
+
+    @contextmanager
+    def comparing(self, number: int) -> Iterator[list[int]]:
+        """Compare a number of each rank in the first round of the collective of the block.
+
+        It is for the foreground. If the numbers differ, the collective ends after this round on all
+        ranks, and its result is not written.
+
+        Args:
+            number: the number of this rank, below 2**63.
+
+        Yields:
+            A list, to which the collective adds the numbers of all ranks in the order of the group.
+        """
+        numbers: list[int] = []
+        self._compared = (number, numbers)
+        try:
+            yield numbers
+        finally:
+            self._compared = None
+
+    def _compare_first(self, steps: Steps, number: int, numbers: list[int]) -> Steps:
+        """Publish a number in the first round; take the other steps if all ranks have the same."""
+        first = next(steps)
+        published = self.peers.published
+        # for the next round, which `yield` shows
+        published[self.round + 1 & 1][self.rank][-1] = number
+        yield first
+        numbers += [words[-1] for words in published[self.round & 1]]
+        if len({*numbers}) == 1:
+            yield from steps
 
     def slots(self, dtype: torch.dtype, count: int, ways: int = 1) -> tuple[Tensor, Tensor]:
         """Return the memory that this rank reads and writes: `count` elements of a slot.

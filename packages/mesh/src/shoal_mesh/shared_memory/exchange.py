@@ -34,12 +34,12 @@ class SharedMemoryTransport(Transport):
     channel's foreground if no `stream` is given.
     """
 
-    __slots__ = ("_backend", "_channel", "_stream")
+    __slots__ = ("_backend", "_channel", "stream")
 
     def __init__(self, channel: Channel, backend: Transport, stream: Stream | None = None) -> None:
         self._channel = channel
         self._backend = backend
-        self._stream: Stream = channel.foreground if stream is None else stream
+        self.stream: Stream = channel.foreground if stream is None else stream
 
     def carrier(self, tensor: Tensor, op: str, background: bool, uneven: bool) -> Transport:
         if not is_carried(tensor, op):
@@ -54,27 +54,27 @@ class SharedMemoryTransport(Transport):
         return SharedMemoryTransport(self._channel, self._backend, stream)
 
     def all_reduce_(self, tensor: Tensor, op: str, background: bool) -> StepwiseWork:
-        stream = self._stream
+        stream = self.stream
         if background or stream.size == 2 or tensor.nbytes <= _ONE_ROUND_SUM_BYTES:
             return stream.start(_in_windows(stream, "all_reduce", tensor, tensor, op=op))
         return stream.start(all_reduce_packed(stream, [tensor], op, None))
 
     def all_gather(self, tensor: Tensor, out: Tensor) -> StepwiseWork:
-        return self._stream.start(_in_windows(self._stream, "all_gather", tensor, out))
+        return self.stream.start(_in_windows(self.stream, "all_gather", tensor, out))
 
     def reduce_scatter(self, tensor: Tensor, out: Tensor, op: str) -> StepwiseWork:
-        return self._stream.start(_in_windows(self._stream, "reduce_scatter", tensor, out, op=op))
+        return self.stream.start(_in_windows(self.stream, "reduce_scatter", tensor, out, op=op))
 
     def all_to_all(self, tensor: Tensor, out: Tensor) -> StepwiseWork:
-        return self._stream.start(_in_windows(self._stream, "all_to_all", tensor, out))
+        return self.stream.start(_in_windows(self.stream, "all_to_all", tensor, out))
 
     def broadcast_(self, tensor: Tensor, root: int) -> StepwiseWork:
-        return self._stream.start(_in_windows(self._stream, "broadcast", tensor, tensor, root=root))
+        return self.stream.start(_in_windows(self.stream, "broadcast", tensor, tensor, root=root))
 
     def all_to_all_v(
         self, flat: Tensor, out: Tensor, send: list[int], receive: list[int]
     ) -> StepwiseWork:
-        return self._stream.start(_exchange(self._stream, flat, out, send, receive=receive))
+        return self.stream.start(_exchange(self.stream, flat, out, send, receive=receive))
 
     def start_packed(
         self,
@@ -179,11 +179,11 @@ def _exchange(
         if start == 0:
             # for the next round, which `yield` shows
             own_numbers = published[stream.round + 1 & 1][stream.rank]
-            own_numbers[:] = array("Q", (*sent_bytes, flat.numel(), dtype))
+            own_numbers[:] = array("Q", (*sent_bytes, flat.numel(), dtype, 0))
         yield number
         if start == 0:
             # of each rank: the bytes for every rank, the sum of these, and the number of the dtype
-            counts = [words.tolist() for words in published[stream.round & 1]]
+            counts = [words.tolist()[:-1] for words in published[stream.round & 1]]
             _require_one_dtype(stream, [counts_of_rank[-1] for counts_of_rank in counts])
             sources = _source_blocks(stream, counts, received_bytes)
             longest = max(counts_of_rank[-2] for counts_of_rank in counts)

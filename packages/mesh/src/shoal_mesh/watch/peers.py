@@ -57,18 +57,19 @@ def head_bytes(size: int, streams: int) -> int:
 
 def _page_words(size: int, streams: int) -> int:
     """Return the number of words in a rank's page."""
-    # For even and for odd rounds, in whole lines. 2 ranks: 4 words each, together one line.
+    # For even and for odd rounds, in whole lines. 2 ranks: 5 words each, together two lines.
     published = -(-2 * _published_words(size) // LINE) * LINE
-    # 2 ranks, 3 streams: 32 + 16 + 8 + 512 words
+    # 2 ranks, 3 streams: 32 + 16 + 16 + 512 words
     return LINE * (streams + 1) + ANNOUNCED + published + REASON_BYTES // 8
 
 
 def _published_words(size: int) -> int:
     """Return how many numbers a rank publishes in a round.
 
-    They are the bytes that it sends to each rank, the sum of these, and a number for the dtype.
+    They are the bytes that it sends to each rank, the sum of these, a number for the dtype, and a
+    number that the caller compares (`Stream.comparing`).
     """
-    return size + 2
+    return size + 3
 
 
 class Peers:
