@@ -33,7 +33,14 @@ from shoal_dtensor.errors import PlacementError, StyleError
 from shoal_dtensor.modules import owners
 from shoal_dtensor.redistribute import scatter as scatter_module
 from shoal_dtensor.redistribute.scatter import scattering, shard_of
-from shoal_mesh import CommDebugMode, DeviceMesh, abstract_mesh, init_device_mesh, lockstep
+from shoal_mesh import (
+    CommDebugMode,
+    DeviceMesh,
+    LockstepError,
+    abstract_mesh,
+    init_device_mesh,
+    lockstep,
+)
 from shoal_mesh.testing import fake_world, on_ranks
 
 LAYOUTS: list[tuple[tuple[int, ...], tuple[Placement, ...]]] = [
@@ -570,3 +577,59 @@ def test_a_result_on_one_rank_is_refused_there_and_keeps_the_ranks_in_step(
             assert torch.equal(distributed.to_local(), local)
         whole = distribute_tensor(tensor, mesh, [Shard(0)]).full_tensor()
         assert torch.equal(whole, tensor)
+
+
+S0, S1, R = Shard(0), Shard(1), Replicate()
+# What the ranks of rank % 2 == 0 and 1 pass: placements, shape and dtype.
+Passed = tuple[list[Placement], tuple[int, ...], torch.dtype]
+F32 = torch.float32
+DIFFERENT: dict[str, tuple[tuple[int, ...], Passed, Passed]] = {
+    "dims": ((4,), ([S0], (8, 8), F32), ([S1], (8, 8), F32)),
+    "sizes too": ((4,), ([S0], (8, 4), F32), ([S1], (8, 4), F32)),
+    "pending reduction": ((4,), ([R], (2, 3), F32), ([Partial()], (2, 3), F32)),
+    "reduction": ((4,), ([Partial("max")], (2, 3), F32), ([Partial()], (2, 3), F32)),
+    "shape": ((4,), ([S0], (4, 6), F32), ([S0], (8, 3), F32)),
+    "replicated shape": ((4,), ([R], (4, 6), F32), ([R], (6, 4), F32)),
+    "dtype": ((4,), ([S0], (4, 6), F32), ([S0], (4, 6), torch.int32)),
+    "a plane": ((2, 2), ([S0, R], (4, 4), F32), ([S1, R], (4, 4), F32)),
+    "between planes": ((2, 2), ([R, S0], (4, 4), F32), ([R, S1], (4, 4), F32)),
+    "order": (
+        (2, 2),
+        ([S0, S0], (4, 4), F32),
+        ([StridedShard(0, split_factor=2), S0], (4, 4), F32),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+@on_ranks(4)
+def test_layouts_that_differ_between_ranks_raise_on_all_ranks(case: str) -> None:
+    """They may send as many elements, of other places."""
+    sizes, *passed = DIFFERENT[case]
+    mesh = init_device_mesh("cpu", sizes)
+    # "a plane": ranks 0 and 1 have other layouts than 2 and 3, so that both planes are mixed
+    kind = mesh.get_rank() // 2 if case == "a plane" else mesh.get_rank() % 2
+    placements, shape, dtype = passed[kind]
+    with (
+        CommDebugMode() as counted,
+        pytest.raises(LockstepError, match="same placements") as caught,
+    ):
+        distribute_tensor(torch.zeros(shape, dtype=dtype), mesh, placements)
+    assert "src_data_rank 0" in str(caught.value)
+    assert counted.get_total_counts() <= mesh.ndim
+    # the groups stay usable
+    ranks = torch.arange(4.0)
+    whole = distribute_tensor(ranks, mesh, [S0] * mesh.ndim).full_tensor()
+    assert torch.equal(whole, ranks)
+
+
+@on_ranks(4)
+def test_the_difference_is_named_with_its_ranks() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    placements = [Shard(int(mesh.get_rank() == 2))]
+    text = (
+        r"ranks 0, 1, 3: \[Shard\(dim=0\)\] of shape \(8, 8\), torch.float32, src_data_rank 0; "
+        r"rank 2: \[Shard\(dim=1\)\]"
+    )
+    with pytest.raises(LockstepError, match=text):
+        distribute_tensor(torch.zeros(8, 8), mesh, placements)

@@ -75,7 +75,7 @@ def distribute_tensor(
         src_data_rank: one index. The rank that has this index on every mesh axis provides the
             values: 1 is the rank at (1, 1) of a 2-D mesh. None: each rank slices its own tensor,
             and reads only its shard of a memory-mapped one (`torch.load(mmap=True)`); nothing is
-            sent.
+            sent, so layouts are not compared either.
         shard_order: pairs (tensor dim, mesh axes outermost first) for axes that do not shard in
             ascending order. Example: with ((0, (1, 0)),), axis 1 splits the rows into blocks,
             and axis 0 splits each block.
@@ -83,6 +83,8 @@ def distribute_tensor(
     Raises:
         PlacementError: if the placements do not fit, if the tensor is not a leaf, or if it is a
             DTensor of another layout.
+        LockstepError: if ranks pass different placements, shapes or dtypes; on all ranks. They are
+            compared in the message that is sent, so the group stays usable.
 
     Example:
         >>> from shoal_dtensor import Shard
@@ -122,7 +124,7 @@ def distribute_tensor(
     spec = _layout_of(tensor, mesh, wanted, shard_order)
     with torch.no_grad(), types_unchecked():
         values = tensor.detach()
-        local = _local_values(spec, lambda start: shard_of(values, start, src_data_rank))
+        local = _local_values(spec, lambda start: shard_of(values, start, src_data_rank, spec))
     # Checked after the collective. If this rank raised before it, other ranks, whose tensors may be
     # leaves, would wait for this rank.
     _check_leaf(tensor)
@@ -495,7 +497,8 @@ def empty(*size: Any, **keywords: Unpack[Keywords]) -> DTensor:
     Args:
         size: global shape, as integers or one sequence.
         keywords: the keywords of torch's factories that make sense for a DTensor, `device_mesh` and
-            `placements`: `Keywords`.
+            `placements`: `Keywords`. All ranks pass the same ones: a factory sends nothing, so they
+            are not compared.
 
     Raises:
         PlacementError: if the placements do not fit, or if `layout` is not `torch.strided`.

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-from shoal_mesh import all_to_all_blocks, broadcast
-from shoal_mesh.internal import pack_blocks, unpack_blocks
+from shoal_mesh import LockstepError
+from shoal_mesh.internal import all_to_all_blocks_compared, broadcast_blocks_compared
 
 from ..errors import PlacementError
 from ..layout.boxes import slices_of
@@ -30,11 +30,19 @@ BUCKET_BYTES = 1 << 24
 
 
 class _TensorToScatter(NamedTuple):
-    """A tensor to distribute, and the shard to fill."""
+    """A tensor to distribute, and the shard to fill.
+
+    Attributes:
+        tensor: the global tensor.
+        spec: the layout of the shard.
+        shard: the shard.
+        layout: the layout that the ranks compare.
+    """
 
     tensor: torch.Tensor
     spec: Spec
     shard: torch.Tensor
+    layout: Spec
 
 
 class _Batch(NamedTuple):
@@ -46,13 +54,15 @@ class _Batch(NamedTuple):
     device: torch.device
 
 
-def shard_of(tensor: torch.Tensor, spec: Spec, source: int | None) -> torch.Tensor:
+def shard_of(
+    tensor: torch.Tensor, spec: Spec, source: int | None, layout: Spec | None = None
+) -> torch.Tensor:
     """`V -> placements`: return this rank's shard of the plain tensor that one rank has.
 
     See `Scatter` for the arguments.
     """
     with scattering(source) as scatter:
-        return scatter.shard(tensor, spec)
+        return scatter.shard(tensor, spec, layout)
 
 
 @contextmanager
@@ -68,7 +78,9 @@ def scattering(source: int | None) -> Iterator[Scatter]:
 class Scatter:
     """Plain tensors of one rank that become shards on every rank, many in one collective.
 
-    All ranks pass tensors of the same shapes in the same order.
+    All ranks pass tensors of the same shapes in the same order. They compare the layouts in the
+    message that is sent anyway: ranks with other layouts may send as many elements, but of other
+    places.
 
     Args:
         source: the coordinate, equal on all mesh axes, of the rank that has the values. If it is
@@ -95,14 +107,23 @@ class Scatter:
         # the tensors to send; those of one batch are sent together
         self._waiting: dict[_Batch, list[_TensorToScatter]] = {}
 
-    def shard(self, tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
+    def shard(self, tensor: torch.Tensor, spec: Spec, layout: Spec | None = None) -> torch.Tensor:
         """Return this rank's shard of a global tensor, in memory of its own.
 
         The shard has its values once `send` has been called.
 
-        On ranks other than the source only the shape and dtype of the tensor are used. Raise
-        PlacementError if values are to be partial, or the source is not a coordinate of the mesh.
+        On ranks other than the source only the shape and dtype of the tensor are used.
+
+        Args:
+            tensor: the global tensor.
+            spec: the layout of the shard.
+            layout: the layout that all ranks must share, by default `spec`.
+
+        Raises:
+            PlacementError: values are to be partial, or the source is not a coordinate of the mesh.
+            LockstepError: ranks have different layouts; raised where the tensors are sent.
         """
+        layout = layout or spec
         if spec.partials:
             raise PlacementError(
                 f"a tensor cannot be distributed to {spec!r}: placements must be Shard or Replicate"
@@ -118,7 +139,9 @@ class Scatter:
             return tensor.new_empty_strided(spec.local_shape, spec.local_stride)
         if spec.is_strided:
             unfolded = unfold_spec(spec)
-            return self.shard(tensor.reshape(unfolded.shape), unfolded).reshape(spec.local_shape)
+            return self.shard(tensor.reshape(unfolded.shape), unfolded, layout).reshape(
+                spec.local_shape
+            )
         if self._source is None:
             shard = tensor[slices_of(spec.box(spec.coordinate))]
             if shard.shape == tensor.shape:
@@ -134,7 +157,7 @@ class Scatter:
         local = torch.empty(spec.local_shape, dtype=tensor.dtype, device=device)
         sharding = tuple(sorted(axis for sharded in spec.dim_shardings for axis in sharded.axes))
         batch = _Batch(spec.mesh.identity, sharding, tensor.dtype, device)
-        self._waiting.setdefault(batch, []).append(_TensorToScatter(tensor, spec, local))
+        self._waiting.setdefault(batch, []).append(_TensorToScatter(tensor, spec, local, layout))
         self._bytes += tensor.dtype.itemsize * (spec.example or spec).shape.numel()
         if self._bytes > BUCKET_BYTES:
             self.send()
@@ -153,7 +176,8 @@ class Scatter:
 def _send(entries: Sequence[_TensorToScatter], sharding: tuple[int, ...], source: int) -> None:
     """Scatter boxes to the ranks of the source's plane, then broadcast them to the other planes.
 
-    A plane is a set of ranks that differ only along the sharding axes.
+    A plane is a set of ranks that differ only along the sharding axes. Raise LockstepError if ranks
+    have different layouts.
     """
     spec = entries[0].spec
     mesh = spec.mesh
@@ -161,6 +185,8 @@ def _send(entries: Sequence[_TensorToScatter], sharding: tuple[int, ...], source
     assert own_coordinate is not None, "only ranks of the mesh pass entries"
     copying = tuple(axis for axis in range(mesh.ndim) if axis not in sharding)
     shards = [entry.shard for entry in entries]
+    statements = [_statement(entry.layout, source) for entry in entries]
+    difference = ""
     origin = (source,) * mesh.ndim
     # The coordinate of the rank in the source's plane that has the same shards as this rank.
     # Example: source 0, sharded over axis 1: (0, 2) for (1, 2).
@@ -182,9 +208,24 @@ def _send(entries: Sequence[_TensorToScatter], sharding: tuple[int, ...], source
                 for blocks, member in zip(sent, group, strict=True):
                     blocks.append(whole[slices_of(entry.spec.box(member))])
         received[group.index(origin)] = shards
-        all_to_all_blocks(sent, mesh.comm(sharding), received)
+        difference = all_to_all_blocks_compared(
+            sent, mesh.comm(sharding), received, statements, like=shards[0]
+        )
     if prod(mesh.shape[axis] for axis in copying) > 1:
+        # The other planes wait for this one, so it tells them a difference that it has found.
+        told = [f"different layouts ({difference})"] if difference else statements
         src = members(spec, copying, own_coordinate).index(first)
-        copied = broadcast(pack_blocks(shards), mesh.comm(copying), src=src)
-        if not in_plane:
-            unpack_blocks(copied, shards)
+        found = broadcast_blocks_compared(shards, mesh.comm(copying), src, told)
+        difference = difference or found
+    if difference:
+        raise LockstepError(
+            "distribute_tensor: all ranks must pass the same placements, shape, dtype and "
+            f"src_data_rank; {difference}"
+        )
+
+
+def _statement(layout: Spec, source: int) -> str:
+    """Return a line that all ranks share if they distribute a tensor alike."""
+    placements = list(layout.placements)
+    shape = tuple(layout.shape)
+    return f"{placements} of shape {shape}, {layout.dtype}, src_data_rank {source}"
