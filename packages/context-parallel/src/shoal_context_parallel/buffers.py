@@ -9,7 +9,7 @@ May import: attention, context_options, errors, routed_attention, sequence_layou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from shoal_dtensor.internal import (
     upload,
 )
 from shoal_mesh import DeviceMesh, all_gather, all_gather_v
-from shoal_mesh.internal import require_each
+from shoal_mesh.internal import require, require_each
 
 from .attention.argument_checks import comm_of_one_axis
 from .context_options import ContextOptions, Method
@@ -93,10 +93,11 @@ def context_parallel(  # noqa: PLR0913  # torch's arguments, and options of the 
         torch.Size([1, 16])
     """
     comm = comm_of_one_axis(mesh)
-    unrestored = no_restore_buffers or set()
+    unrestored = set() if no_restore_buffers is None else no_restore_buffers
     sequences = _with_sequence_dims("context_parallel", buffers, buffer_seq_dims)
     _check_buffers(sequences, unrestored)
-    options = ContextOptions(method or _default_method[0], layout, window, documents)
+    method = _default_method[0] if method is None else method
+    options = ContextOptions(method, layout, window, documents)
     known_layout: SequenceLayout | None = None
     if isinstance(layout, SequenceLayout):
         known_layout = layout
@@ -163,6 +164,12 @@ def _with_sequence_dims(call: str, buffers: Any, dims: Any) -> list[tuple[Tensor
 
 def _check_buffers(sequences: Sequence[tuple[Tensor, int]], unrestored: set[Tensor]) -> None:
     """Refuse buffers that cannot be sharded along one sequence."""
+    require(
+        unrestored,
+        Collection,
+        "context_parallel: no_restore_buffers is a set of tensors",
+        LayoutTypeError,
+    )
     buffer_ids = {id(buffer) for buffer, _ in sequences}
     if any(id(buffer) not in buffer_ids for buffer in unrestored):
         raise LayoutError("context_parallel: no_restore_buffers must be a subset of buffers")

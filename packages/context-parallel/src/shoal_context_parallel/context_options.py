@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 from shoal_dtensor.errors import LayoutError, LayoutTypeError
 from shoal_mesh import Comm
+from shoal_mesh.internal import require
 
 from .sequence_layout import AttentionMask, Documents, LayoutName, SequenceLayout, layout_named
 
@@ -27,11 +28,10 @@ class ContextOptions:
     documents: Documents | None = None
 
     def __post_init__(self) -> None:
+        methods = f"the method of context parallelism must be one of {', '.join(get_args(Method))}"
+        require(self.method, str, methods, LayoutTypeError)
         if self.method not in get_args(Method):
-            raise LayoutError(
-                f"the method of context parallelism must be one of {', '.join(get_args(Method))}; "
-                f"got {self.method!r}"
-            )
+            raise LayoutError(f"{methods}; got {self.method!r}")
         if isinstance(self.layout, str) and self.layout not in get_args(LayoutName):
             raise LayoutError(
                 f"a layout's name must be 'contiguous' or 'head_tail', got {self.layout!r}"
@@ -41,8 +41,8 @@ class ContextOptions:
                 "the layout of context parallelism must be a SequenceLayout, 'contiguous' or "
                 f"'head_tail'; got {type(self.layout).__name__}"
             )
-        # The constructor raises LayoutError if the window is wrong.
-        AttentionMask(window=self.window)
+        # The constructor raises LayoutError if the window or the documents are wrong.
+        AttentionMask(window=self.window, documents=self.documents)
 
     def with_mask(self, mask: AttentionMask) -> ContextOptions:
         """Return these options with the window and the documents of another mask added.

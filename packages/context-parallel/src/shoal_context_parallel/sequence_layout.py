@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from numbers import Integral
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shoal_dtensor import Shard
-from shoal_dtensor.errors import LayoutError
+from shoal_dtensor.errors import LayoutError, LayoutTypeError
 from shoal_dtensor.internal import shard_sizes, spans
+from shoal_mesh.internal import require, require_each
 
 # The first position, and the position after the last one.
 Range = tuple[int, int]
@@ -20,6 +22,8 @@ Range = tuple[int, int]
 LayoutName = Literal["contiguous", "head_tail"]
 # The reach of a query that reads keys at any distance; larger than every length.
 UNBOUNDED = 1 << 62
+# Integers of numpy are allowed too, and those of a compiler.
+_INTEGERS = (int, Integral, torch.SymInt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,7 @@ class SequenceLayout:
 
     Raises:
         LayoutError: if the ranges overlap or leave positions out.
+        LayoutTypeError: if they are not pairs of integers.
 
     Example:
         Under a causal mask late queries read more keys. If each rank has a part of the head and a
@@ -46,7 +51,12 @@ class SequenceLayout:
 
     def __post_init__(self) -> None:
         ordered: list[Range] = []
+        allowed = "a sequence layout holds for each rank a tuple of ranges (start, stop)"
+        require_each(self.ranges, Sequence, allowed, LayoutTypeError)
         for ranges in self.ranges:
+            require_each(ranges, Sequence, allowed, LayoutTypeError)
+            for bounds in ranges:
+                _require_integers(bounds, allowed, count=2)
             ordered += ranges
         ordered.sort()
         has_empty_range = any(start >= stop for start, stop in ordered)
@@ -65,6 +75,7 @@ class SequenceLayout:
 
         The last ranks may have no positions.
         """
+        _require_integers((length, ranks), "SequenceLayout: length and ranks are integers")
         # Example: 10 positions on 4 ranks -> 3, 3, 3, 1.
         sizes = shard_sizes(length, Shard(0), ranks)
         return cls._without_empty_ranges([[span] for span in spans(sizes)])
@@ -75,6 +86,7 @@ class SequenceLayout:
 
         The sizes of chunks differ by at most one position.
         """
+        _require_integers((length, ranks), "SequenceLayout: length and ranks are integers")
         return cls.per_document([length], ranks)
 
     @classmethod
@@ -89,6 +101,8 @@ class SequenceLayout:
             >>> SequenceLayout.per_document([4, 8], ranks=2).positions(0)
             tensor([ 0,  3,  4,  5, 10, 11])
         """
+        _require_integers((ranks,), "SequenceLayout: ranks is an integer")
+        _require_integers(lengths, "SequenceLayout: lengths of documents are a list of integers")
         ranges: list[list[Range]] = [[] for _ in range(ranks)]
         chunks = 2 * ranks
         # `accumulate` also yields the end of the last document, which `strict=False` ignores.
@@ -201,6 +215,14 @@ def order_gathered(gathered: Tensor, layout: SequenceLayout, dim: int) -> Tensor
     return layout.in_order(shards, dim)
 
 
+def _require_integers(values: object, allowed: str, count: int | None = None) -> None:
+    """Raise LayoutTypeError unless given a sequence of integers, `count` of them if it is given."""
+    require_each(values, _INTEGERS, allowed, LayoutTypeError)
+    assert isinstance(values, Sequence), "required"
+    if count is not None and len(values) != count:
+        raise LayoutTypeError(f"{allowed}, got {values!r:.80}")
+
+
 def _size(positions: Range) -> int:
     """Return the number of positions of a range."""
     start, stop = positions
@@ -238,6 +260,12 @@ class Documents:
 
     rows: tuple[tuple[Segment, ...], ...]
 
+    def __post_init__(self) -> None:
+        allowed = "Documents holds for each batch row a tuple of Segment; make it by from_ids"
+        require_each(self.rows, tuple, allowed, LayoutTypeError)
+        for segments in self.rows:
+            require_each(segments, tuple, allowed, LayoutTypeError)
+
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Sequence[int] | Tensor) -> Documents:
         """Make documents from cumulative lengths: 0, ..., the full length.
@@ -246,7 +274,11 @@ class Documents:
 
         Raises:
             LayoutError: if the lengths do not start with 0 or if they decrease.
+            LayoutTypeError: if they are not integers.
         """
+        if isinstance(cu_seqlens, Tensor):
+            cu_seqlens = cu_seqlens.tolist()
+        _require_integers(cu_seqlens, "cumulative lengths of documents are a list of integers")
         bounds = [int(bound) for bound in cu_seqlens]
         decreases = any(left > right for left, right in pairwise(bounds))
         if bounds[:1] != [0] or decreases:
@@ -267,8 +299,14 @@ class Documents:
 
         Raises:
             LayoutError: if `ids` has other dims.
+            LayoutTypeError: if `ids` does not consist of numbers.
         """
-        table = torch.as_tensor(ids, device="cpu")
+        allowed = "document ids are a list of integers, or a tensor"
+        require(ids, (Sequence, Tensor), allowed, LayoutTypeError, without=str)
+        try:
+            table = torch.as_tensor(ids, device="cpu")
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise LayoutTypeError(f"{allowed}, got {ids!r:.80}") from error
         if table.ndim not in (1, 2):
             raise LayoutError(
                 "document ids must have the shape (length,) or (batch, length), got "
@@ -327,6 +365,10 @@ class AttentionMask:
         window: (left, right), the numbers of keys before and after its own position that a query
             reads; None for no bound.
         documents: the documents, if a query reads only keys of its own document; else None.
+
+    Raises:
+        LayoutError: if a bound of the window is negative.
+        LayoutTypeError: if the window or the documents are of another type.
     """
 
     causal: bool = False
@@ -334,10 +376,18 @@ class AttentionMask:
     documents: Documents | None = None
 
     def __post_init__(self) -> None:
-        if any(side is not None and side < 0 for side in self.window):
-            raise LayoutError(
-                f"window must be (left, right), each None or at least 0, got {self.window}"
-            )
+        allowed = "window must be (left, right), each None or at least 0"
+        kinds = (*_INTEGERS, type(None))
+        require_each(self.window, kinds, allowed, LayoutTypeError, without=bool)
+        is_negative = any(side is not None and side < 0 for side in self.window)
+        if is_negative or len(self.window) != 2:
+            raise LayoutError(f"{allowed}, got {self.window}")
+        require(
+            self.documents,
+            (Documents, type(None)),
+            "documents must be a Documents, from Documents.from_ids or from_cu_seqlens, or None",
+            LayoutTypeError,
+        )
 
     @property
     def reach(self) -> tuple[int, int]:

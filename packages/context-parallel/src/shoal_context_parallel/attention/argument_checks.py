@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from shoal_dtensor.errors import LayoutError
+from shoal_dtensor.errors import LayoutError, StyleTypeError
 from shoal_dtensor.internal import check_device_mesh
 from shoal_mesh import Comm, DeviceMesh
+from shoal_mesh.internal import require
 
 from ..context_options import ContextOptions, Method
 from ..errors import UnsupportedAttentionError
@@ -45,8 +46,12 @@ def check_attention(
 
     Raises:
         LayoutError: if shapes, layout and axis do not fit each other.
+        StyleTypeError: if an argument is not a tensor.
         UnsupportedAttentionError: if `attn_mask` requires a gradient, or the method is "ulysses".
     """
+    for name, tensor in zip(QKV._fields, qkv, strict=True):
+        require(tensor, Tensor, f"attention: {name} is a tensor", StyleTypeError)
+    require(attn_mask, Tensor | None, "attention: attn_mask is a tensor or None", StyleTypeError)
     query, key, value = qkv
     if not _fit_together(query, key, value, enable_gqa=enable_gqa):
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in qkv)

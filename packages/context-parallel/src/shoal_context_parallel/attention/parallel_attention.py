@@ -14,7 +14,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from shoal_dtensor.errors import StyleTypeError
 from shoal_mesh import DeviceMesh
+from shoal_mesh.internal import require
 
 from ..context_options import ContextOptions, Method
 from ..sequence_layout import AttentionMask, Documents, SequenceLayout
@@ -71,6 +73,7 @@ def context_parallel_attention(  # noqa: PLR0913  # arguments of torch's functio
 
     Raises:
         LayoutError: if shapes, layout and mesh do not fit each other.
+        StyleTypeError: if an argument is of a wrong type.
         UnsupportedAttentionError: if `attn_mask` requires a gradient, or is passed with
             `method="ulysses"`.
 
@@ -86,6 +89,10 @@ def context_parallel_attention(  # noqa: PLR0913  # arguments of torch's functio
         True
     """
     options = ContextOptions(method, layout, window, documents)
+    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        require(flag, bool, f"attention: {name} is True or False", StyleTypeError)
+    numbers = (int, float, torch.SymFloat, type(None))
+    require(scale, numbers, "attention: scale is a number or None", StyleTypeError)
     qkv = QKV(query, key, value)
     # raises LayoutError for a mesh with several axes
     comm_of_one_axis(mesh)
