@@ -87,6 +87,36 @@ def test_a_parameter_that_is_resharded_stays_a_leaf_and_takes_its_gradient_along
 
 
 @on_ranks(4)
+def test_a_gradient_on_some_ranks_is_refused_on_all_ranks() -> None:
+    tensor = sharded(chunk(0))
+    local = tensor.local_tensor().requires_grad_()
+    if dist.get_rank() == 2:
+        local.grad = torch.ones_like(local)
+    before = tensor.local_tensor()
+    text = "ranks 0, 1, 3: without a gradient; rank 2: with a gradient"
+    with observed() as events, pytest.raises(RankMismatchError, match=text):
+        tensor.reshard(chunk(1))
+    assert len(events) == 1
+    assert tensor.sharding_spec() == chunk(0)
+    assert tensor.local_tensor() is before
+    local.grad = None
+    assert torch.equal(tensor.reshard(chunk(1)), FULL)
+
+
+@on_ranks(4)
+def test_specs_that_differ_between_ranks_are_refused_on_all_ranks() -> None:
+    """The messages have equal sizes, so values would arrive in other places."""
+    tensor = zeros(chunk(0), [8, 8, 8])
+    spec = chunk(1 + dist.get_rank() % 2)
+    with pytest.raises(RankMismatchError, match=r"ranks 0, 2: to the shards .*; ranks 1, 3: to"):
+        tensor.resharded(spec)
+    with pytest.raises(RankMismatchError, match="the same spec"):
+        tensor.reshard(spec)
+    assert tensor.sharding_spec() == chunk(0)
+    assert torch.equal(tensor.full_tensor(), torch.zeros(8, 8, 8))
+
+
+@on_ranks(4)
 def test_a_move_is_differentiable() -> None:
     tensor: Any = sharded(chunk(0, (3, 1)))
     tensor.requires_grad_()

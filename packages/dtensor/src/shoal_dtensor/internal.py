@@ -110,7 +110,14 @@ from .random_layouts.layouts import (
 )
 from .random_layouts.region import current_watch, unwatch_draws, watch_draws
 from .random_layouts.shadow_calls import run_without_memory
-from .redistribute.blocks import BlockMove, Blocks, Shards, exchange_blocks, move_blocks
+from .redistribute.blocks import (
+    BlockMove,
+    Blocks,
+    Shards,
+    exchange_blocks,
+    move_blocks,
+    move_blocks_compared,
+)
 from .redistribute.plan import plan as plan_between
 from .redistribute.scatter import Scatter, scattering
 from .redistribute.shards_in_flight import ShardsInFlight, drained, redistribute_shards

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from shoal_mesh import Comm, all_to_all_blocks
+from shoal_mesh.internal import all_to_all_blocks_compared
 
 from ..layout.boxes import Box, intersect, slices_of, volume
 
@@ -158,6 +159,36 @@ def move_blocks(moves: Iterable[BlockMove], comm: Comm | None) -> None:
         tensor([0, 1, 2])
     """
     me, size = (0, 1) if comm is None else (comm.rank, comm.size)
+    sends, receives = _blocks_by_member(moves, me, size)
+    if comm is not None:
+        all_to_all_blocks(sends, comm, receives)
+        return
+    for source, target in zip(sends[me], receives[me], strict=True):
+        target.copy_(source)
+
+
+def move_blocks_compared(
+    moves: Iterable[BlockMove], comm: Comm, statements: Sequence[str], *, like: Tensor
+) -> str:
+    """Run `move_blocks`, unless ranks make different statements.
+
+    Args:
+        moves: as for `move_blocks`.
+        comm: the ranks, as members of the blocks.
+        statements: lines that must be equal on all ranks; they ride in the message.
+        like: a tensor of the dtype of the shards, on their device.
+
+    Returns:
+        The first line that differs, with the ranks, on all ranks; "" if all are equal.
+    """
+    sends, receives = _blocks_by_member(moves, comm.rank, comm.size)
+    return all_to_all_blocks_compared(sends, comm, receives, statements, like=like)
+
+
+def _blocks_by_member(
+    moves: Iterable[BlockMove], me: int, size: int
+) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+    """Return the blocks to each member, and the places for the blocks from each member."""
     sends: list[list[Tensor]] = [[] for _ in range(size)]
     receives: list[list[Tensor]] = [[] for _ in range(size)]
     for blocks, held, wanted in moves:
@@ -166,11 +197,7 @@ def move_blocks(moves: Iterable[BlockMove], comm: Comm | None) -> None:
             sends[member].append(_part(held, box))
         for member, box in (*blocks.receives, *kept):
             receives[member].append(_part(wanted, box))
-    if comm is not None:
-        all_to_all_blocks(sends, comm, receives)
-        return
-    for source, target in zip(sends[me], receives[me], strict=True):
-        target.copy_(source)
+    return sends, receives
 
 
 def _part(shards: Shards, box: Box) -> Tensor:

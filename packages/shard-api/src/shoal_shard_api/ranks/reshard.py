@@ -30,6 +30,7 @@ from shoal_dtensor.internal import (
     Box,
     exchange_blocks,
     move_blocks,
+    move_blocks_compared,
     shape_of,
     slices_of,
     volume,
@@ -38,6 +39,7 @@ from shoal_dtensor.internal import (
 from shoal_mesh import Comm, all_gather_v
 from shoal_mesh.internal import pack_blocks, unpack_blocks
 
+from ..errors import RankMismatchError
 from ..spec.metadata import Layout
 
 
@@ -84,26 +86,53 @@ def _write_shards(
     comm: Comm,
     tensors: Sequence[torch.Tensor],
     out: Sequence[torch.Tensor],
+    facts: str = "",
 ) -> None:
-    """Write this rank's shards of the target into ``out``."""
+    """Write this rank's shards of the target into ``out``.
+
+    With ``facts``, ranks compare them and the layouts in the message.
+
+    Raises:
+        RankMismatchError: they differ between ranks; on all ranks.
+    """
     # Layouts name global ranks. `comm.rank` is the position of this rank in the group.
     global_rank = comm.ranks[comm.rank]
     before = _pair_with_boxes(source, global_rank, tensors)
     after = _pair_with_boxes(target, global_rank, out)
     plan = _plan(source, target, comm.ranks, comm.rank)
-    move_blocks([BlockMove(plan, before, after)], comm)
+    moves = [BlockMove(plan, before, after)]
+    if not facts:
+        move_blocks(moves, comm)
+        return
+    statements = [facts, f"from the shards {source}", f"to the shards {target}"]
+    difference = move_blocks_compared(moves, comm, statements, like=tensors[0])
+    if difference:
+        raise RankMismatchError(
+            "reshard: all ranks must pass the same spec, and either all or none must have a "
+            f"gradient; {difference}"
+        )
 
 
 def move(
-    tensors: Sequence[torch.Tensor], source: Layout, target: Layout, comm: Comm
+    tensors: Sequence[torch.Tensor], source: Layout, target: Layout, comm: Comm, *, facts: str = ""
 ) -> list[torch.Tensor]:
     """Return this rank's shards under ``target``, or one empty tensor.
 
     Equal layouts do not communicate: the result is ``tensors``.
+
+    Args:
+        tensors: this rank's shards under ``source``, or one empty tensor.
+        source: the layout before the move.
+        target: the layout after it.
+        comm: the ranks.
+        facts: text that must be equal on all ranks, like the layouts; "" to compare nothing.
+
+    Raises:
+        RankMismatchError: the facts or layouts differ between ranks.
     """
     if source == target:
         return list(tensors)
-    moved = _Move.apply(source, target, comm, *tensors)  # type: ignore[no-untyped-call]  # torch
+    moved = _Move.apply(source, target, comm, facts, *tensors)  # type: ignore[no-untyped-call]  # torch
     return list(moved)
 
 
@@ -112,22 +141,23 @@ class _Move(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, source: Layout, target: Layout, comm: Comm, *tensors: torch.Tensor
+        ctx: Any, source: Layout, target: Layout, comm: Comm, facts: str, *tensors: torch.Tensor
     ) -> Any:
-        ctx.back = (target, source, comm)
+        # The layouts have been compared, so backward compares nothing.
+        ctx.back = (target, source, comm, "")
         global_rank = comm.ranks[comm.rank]
         shapes = [shape_of(box) for box in _boxes(target, global_rank)]
         if not shapes:
             # A rank without shards has one empty tensor.
             shapes = [[0]]
         out = [tensors[0].new_empty(shape) for shape in shapes]
-        _write_shards(source, target, comm, tensors, out=out)
+        _write_shards(source, target, comm, tensors, out=out, facts=facts)
         return tuple(out)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         moved = _Move.apply(*ctx.back, *grads)  # type: ignore[no-untyped-call]  # torch
-        return None, None, None, *moved
+        return None, None, None, None, *moved
 
 
 def collect(

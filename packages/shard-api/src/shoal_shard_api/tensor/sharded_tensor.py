@@ -179,14 +179,19 @@ class ShardedTensor(ShardedTensorConstructors):
         Raises:
             SpecTypeError: ``spec`` is not a ShardingSpec.
             ShardingSpecError: ``spec`` does not fit the size or the group.
+            RankMismatchError: Ranks pass other specs; they are compared in the all-to-all.
         """
+        return self._resharded(spec, "resharded")
+
+    def _resharded(self, spec: ShardingSpec, facts: str) -> ShardedTensor:
+        """Return the same values sharded by ``spec``; all ranks must state the same ``facts``."""
         require(
             spec, ShardingSpec, "ShardedTensor.resharded: spec is a ShardingSpec", SpecTypeError
         )
         properties = self.metadata().tensor_properties
         group = self._process_group
         metadata = checked_metadata(spec.build_metadata(self.size(), properties), group)
-        moved = move(self._local_tensors, self._layout, metadata.layout, self._comm)
+        moved = move(self._local_tensors, self._layout, metadata.layout, self._comm, facts=facts)
         # The placements of the new spec may name other devices.
         local_tensors = move_to_placements(moved, metadata)
         return self._wrap(spec, metadata, local_tensors, group)
@@ -202,14 +207,18 @@ class ShardedTensor(ShardedTensorConstructors):
 
         Raises:
             ArgumentTypeError: ``resharding_spec`` is not a ShardingSpec.
-            ShardingSpecError: The spec does not fit the size or the group; the tensor is unchanged.
+            ShardingSpecError: The spec does not fit the size or the group.
+            RankMismatchError: Ranks pass other specs, or some have a gradient and others do not.
+
+            The tensor is unchanged then.
         """
         is_leaf = self.is_leaf
         requires_grad = self.requires_grad
         gradient = self.grad
         records_move = torch.is_grad_enabled() and not is_leaf
         with torch.set_grad_enabled(records_move):
-            moved = self.resharded(resharding_spec)
+            facts = "without a gradient" if gradient is None else "with a gradient"
+            moved = self._resharded(resharding_spec, facts)
         # This object becomes the result: its local tensors or anchor, its metadata and its spec are
         # in `vars`. Its size and dtype, which are not, are equal to those of the result.
         vars(self).update(vars(moved))
