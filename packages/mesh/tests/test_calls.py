@@ -135,6 +135,25 @@ def test_a_gradient_on_one_rank_leaves_the_group_usable() -> None:
 
 
 @on_ranks(4)
+def test_torch_jit_trace_is_refused_and_leaves_the_group_usable() -> None:
+    """A trace would have the values that arrive now as constants."""
+    comm = comm_of("turned")
+    trace: Any = torch.jit.trace
+    for name, call in COLLECTIVES.items():
+
+        def traced(x: Tensor, call: Callable[[Tensor, Comm], Any] = call) -> Tensor:
+            call(x, comm)
+            return x
+
+        # sizes of blocks are tensors in a trace
+        refused_earlier = name in ("all_gather_coalesced", "reduce_scatter_coalesced")
+        text = "sizes of blocks" if refused_earlier else r"torch.jit.trace.*torch.export.export"
+        with pytest.raises(CollectiveError, match=text):
+            trace(traced, torch.ones(4, 4), check_trace=False)
+        assert all_reduce(torch.ones(()), comm).item() == 4, name
+
+
+@on_ranks(4)
 def test_handles() -> None:
     comm = comm_of("turned")
     x = values_of(comm.ranks[comm.rank], (4, 4), torch.float32)

@@ -26,7 +26,7 @@ from ..shared_memory.exchange import SharedMemoryTransport, is_carried
 from ..shared_memory.row_reductions import reduce_rows
 from ..transport import Handle, Pending, Transport, as_bytes, split_divisor
 from ..watch.backend_work import BackendWork, first_failure
-from ..watch.recorder import CARRIED_DTYPES, OPS, record
+from ..watch.recorder import CARRIED_DTYPES, OPS, record, refuse_recorded
 
 REDUCE = {op: getattr(ReduceOp, op.upper()) for op in OPS if op}
 # the dtypes that every backend sends and reduces
@@ -109,6 +109,7 @@ class C10dTransport(Transport):
         For gloo between ranks of one host, raise PeerError if a rank has started another call.
         """
         # the blocks of an all_to_all_v differ between ranks
+        refuse_recorded(tensor.numel())
         count = 0 if kind == "all_to_all_v" else tensor.numel()
         record(self._name, (kind, tensor.dtype, count, op, root))
         if self._channel is None or not tensor.is_cpu:

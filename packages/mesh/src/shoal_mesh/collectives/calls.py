@@ -40,6 +40,7 @@ from ..mesh.device_mesh import DeviceMesh
 from ..shared_memory.channel import channel_of, ranks_per_host
 from ..shared_memory.exchange import SharedMemoryTransport
 from ..transport import Handle, Pending, Sizes, Transport
+from ..watch.recorder import refuse_recorded
 from .c10d_transport import AcrossHosts, C10dTransport
 from .graph_dependences import in_graph
 
@@ -340,6 +341,7 @@ def _connect(comm: Comm, tensor: Tensor) -> Transport:
 
     Over gloo it is chosen for the first CPU tensor.
     """
+    refuse_recorded(tensor.numel())
     # The group is read first: in a new world this drops the transport of the old world.
     group = comm.group
     transport = comm.transport

@@ -15,7 +15,14 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..transport import Handle, Receive, Sizes, Transport, as_bytes
-from ..watch.recorder import CARRIED_DTYPES, CARRIED_OPS, name_of, number_of, request
+from ..watch.recorder import (
+    CARRIED_DTYPES,
+    CARRIED_OPS,
+    name_of,
+    number_of,
+    refuse_recorded,
+    request,
+)
 from .channel import Channel, StepwiseWork, Stream
 from .packed_messages import PackedMessage, all_reduce_packed, exchange_packed
 from .rounds import Steps
@@ -161,6 +168,7 @@ def _exchange(
     window = stream.slot_bytes
     published = stream.peers.published
     # A rank without any element may not know the dtype, and publishes 0.
+    refuse_recorded(flat.numel())
     has_elements = flat.numel() or out.numel()
     dtype = number_of(flat.dtype) + 1 if has_elements else 0
     flat = as_bytes(flat)

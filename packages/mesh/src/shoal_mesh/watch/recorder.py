@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..errors import CollectiveError
+
 KINDS = (
     "all_reduce",
     "all_gather",
@@ -90,12 +92,28 @@ def request(kind: str, dtype: torch.dtype, count: int, op: str = "", root: int =
         count: the number of elements; 0 for uneven blocks, because ranks have different counts.
         op: the reduction; '' for a collective that only moves data.
         root: the rank in the group that sends a broadcast.
+
+    Raises:
+        CollectiveError: `torch.jit.trace` records the call.
     """
+    refuse_recorded(count)
     # 38 bits of the count, 12 of the root, 4 of the reduction, 3 of the kind, 5 of the dtype
     number = count * 4096 + root
     number = number * 16 + OPS.index(op)
     number = number * 8 + KINDS.index(kind)
     return number * 32 + number_of(dtype)
+
+
+def refuse_recorded(count: object) -> None:
+    """Raise CollectiveError if a count is a tensor, as it is while `torch.jit.trace` records.
+
+    A recorded graph would have the values that arrive now as constants.
+    """
+    if type(count) is torch.Tensor:
+        raise CollectiveError(
+            "torch.jit.trace cannot record collectives: use torch.export.export or torch.compile, "
+            "or trace a module that runs without communication"
+        )
 
 
 def describe(number: int) -> str:
