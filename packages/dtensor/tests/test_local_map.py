@@ -20,7 +20,7 @@ from shoal_dtensor import (
     local_map,
 )
 from shoal_dtensor.errors import PlacementError, SpmdTypeError
-from shoal_mesh import CommDebugMode, abstract_mesh, init_device_mesh, lockstep
+from shoal_mesh import CommDebugMode, LockstepError, abstract_mesh, init_device_mesh, lockstep
 from shoal_mesh.testing import on_ranks
 
 
@@ -182,6 +182,22 @@ def test_from_local_of_other_sizes_is_found_in_debug_modes() -> None:
             assert DTensor.from_local(torch.ones(2), mesh, [Shard(0)]).shape == (8,)
             with pytest.raises(PlacementError, match="differ"):
                 DTensor.from_local(torch.ones(2) * dist.get_rank(), mesh, [Replicate()])
+
+
+@on_ranks(4)
+def test_replicated_inputs_that_differ_are_found_in_debug_modes() -> None:
+    """Outputs that are sharded are not compared, so they would not show it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    sharded = distribute_tensor(torch.ones(4), mesh, [Shard(0), Replicate()])
+    unequal = torch.ones(2) * mesh.get_local_rank("b")
+    broken = DTensor.from_local(unequal, mesh, [Shard(0), Replicate()])
+    added = local_map(lambda x, y: x + y, out_placements=[Shard(0), Shard(0)])
+    for block in (checked_replicas(), lockstep()):
+        with block:
+            assert added(sharded, sharded).shape == (8,)
+            with pytest.raises(LockstepError, match=r"input 1 of local_map .* differ along b"):
+                added(sharded, broken)
+    assert added(sharded, broken).shape == (8,)
 
 
 @pytest.mark.parametrize("shape", [(2,), (2, 2)])

@@ -154,10 +154,11 @@ def checked_replicas() -> Iterator[None]:
     has a summand of the gradient, and the program must declare this by
     `to_local(grad_placements=[Partial()])`. A rank cannot distinguish the two cases from its own
     values. Inside the block, the ranks therefore compare each gradient that counts as replicated,
-    by one small collective. The styles of shoal_tp_styles also compare their replicated inputs.
+    by one small collective. `local_map` and the styles of shoal_tp_styles also compare their
+    replicated inputs.
 
     Raises:
-        LockstepError: (of shoal_mesh, in backward, on every rank) if the ranks' gradients differ.
+        LockstepError: (of shoal_mesh, on every rank) if the ranks' gradients or inputs differ.
 
     Example:
         >>> with checked_replicas():

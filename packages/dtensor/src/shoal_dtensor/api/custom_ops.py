@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shoal_mesh import DeviceMesh
+from shoal_mesh import DeviceMesh, check_replicas
 from shoal_mesh.internal import FUNCTION, require
 
 from .._torch.compiling import is_tracing, never_compiled
@@ -25,11 +25,11 @@ from ..errors import (
     PlacementError,
     PlacementIndexError,
 )
-from ..layout.placements import Placement, Shard
+from ..layout.placements import Placement, Replicate, Shard
 from ..layout.spec import Spec
 from ..layout.tensor_meta import TensorMeta
 from ..rules.language.rule import Entry, OpCall, R, Row, Rule, S
-from ..scopes import SCOPES
+from ..scopes import SCOPES, replicas_are_compared
 from ..tensor.dtensor import DTensor
 from ..tensor.spec_arguments import layout_of_ranks
 
@@ -63,9 +63,11 @@ def local_map(  # noqa: PLR0913  # torch's arguments, and whether to compare
         redistribute_inputs: redistribute inputs of other placements instead of raising.
         run_check: in every call, compare over the mesh the shapes of the outputs, which may be
             uneven, and the values of replicated outputs: one all-gather of 152 bytes for each
-            output; threads may call in any order. If False, replicas are assumed to be equal, and
-            all ranks to have shapes as on this rank, or as `Shard(dim, sizes=...)` declares.
-            Compiled code does not compare; it refuses unevenly sharded inputs unless this is False.
+            output; threads may call in any order. In `lockstep()` and `checked_replicas()`, the
+            values of replicated inputs are compared too. If False, replicas are assumed to be
+            equal, and all ranks to have shapes as on this rank, or as `Shard(dim, sizes=...)`
+            declares. Compiled code does not compare; it refuses unevenly sharded inputs unless this
+            is False.
         spmd_types: check the types of plain tensors in `func` (the guide "Type-check
             hand-written collectives") instead of comparing ranks: a local tensor has the type of
             its placement, I for a replicated one whose gradient arrives replicated, R if
@@ -73,6 +75,8 @@ def local_map(  # noqa: PLR0913  # torch's arguments, and whether to compare
             `out_placements`.
 
     Raises:
+        LockstepError: (of shoal_mesh, when called, on all ranks) if a replicated input differs
+            between ranks, where inputs are compared.
         PlacementError: (when called) if an input has other placements, if the number of placements
             does not fit, or on all ranks, if the outputs' shapes fit no sharding or replicas
             differ.
@@ -115,6 +119,8 @@ def local_map(  # noqa: PLR0913  # torch's arguments, and whether to compare
         kinds = [isinstance(item, DTensor) for item in flat if isinstance(item, torch.Tensor)]
         if kinds and not any(kinds):
             return func(*args, **kwargs)
+        if run_check and replicas_are_compared() and not is_tracing():
+            _compare_replicas(flat)
         local, specs = _local_inputs(flat, in_placements, in_grad_placements, redistribute_inputs)
         if run_check and is_tracing():
             _refuse_uneven(specs)
@@ -183,6 +189,18 @@ def _in_placements(index: int, item: Any, wanted: Placements, redistribute: bool
             f"{list(wanted)}; redistribute it, or set redistribute_inputs=True"
         )
     return item.redistribute(placements=wanted)
+
+
+def _compare_replicas(inputs: Sequence[Any]) -> None:
+    """Raise LockstepError on all ranks if a replicated input differs between ranks."""
+    for index, item in enumerate(inputs):
+        if not isinstance(item, DTensor) or item._spec.coordinate is None:
+            continue
+        placements = enumerate(item.placements)
+        axes = tuple([axis for axis, placement in placements if isinstance(placement, Replicate)])
+        if axes:
+            comm = item.device_mesh.comm(axes)
+            check_replicas(item._local_tensor.detach(), comm, f"input {index} of local_map")
 
 
 def _refuse_uneven(specs: Sequence[Spec]) -> None:
