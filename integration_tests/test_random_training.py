@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from integration_tests.case_runner import kind, run_cases
-from integration_tests.random_training import compose, verdict
+from integration_tests.random_training import compose, stops, verdict
 from integration_tests.random_training.fresh import draw_fresh_resume, verdicts_of_fresh_resumes
 from integration_tests.random_training.stops import (
     PLACES,
@@ -52,6 +52,14 @@ def test_ranks_do_not_wait_for_one_that_raises(place: str) -> None:
 
 def test_ranks_do_not_wait_for_one_that_returns() -> None:
     assert verdict_of_stop(compose(1), Stop(1, 0, "gradients", 0, raises=False)) == ""
+
+
+@pytest.mark.parametrize("outcome", ["void: ValueError: empty", "hang: mesh.py:1 f", "wrong: norm"])
+def test_a_stop_has_the_outcome_of_a_program_that_fails_without_it(
+    outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stops, "run_cases", lambda *_: [outcome])
+    assert verdict_of_stop(compose(1), Stop(1, 0, "gradients", 0, raises=False)) == outcome
 
 
 @pytest.mark.slow

@@ -114,11 +114,12 @@ def run_until_stop(program: Program, stop: Stop) -> None:
 def verdict_of_stop(program: Program, stop: Stop) -> str:
     """Return how other ranks wait in vain, or an error does not give the reason; "" if all is well.
 
-    A program that does not run without a stop is void.
+    A program that is not right without a stop keeps that outcome: only one that a single device
+    does not run either is void.
     """
     (ordinary,) = run_cases(verdict, [program])
     if ordinary:
-        return f"void: {ordinary}"
+        return ordinary
     began = time.perf_counter()
     outcome = outcome_of_stop(program, stop)
     seconds = time.perf_counter() - began
