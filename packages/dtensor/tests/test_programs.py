@@ -387,3 +387,8 @@ def test_a_stop_that_ranks_wait_for_is_a_finding() -> None:
     program = Lines((4,), ("torch.ones(3)", "__import__('time').sleep(60)"))
     found = verdict_of_stop(program, Stop(2, 1, raises=False), timeout=3.0)
     assert found.startswith("hang: ranks (")
+
+
+def test_ranks_at_work_when_one_raises_are_no_finding() -> None:
+    program = Lines((4,), ("torch.ones(3)", "__import__('time').sleep(60)"))
+    assert verdict_of_stop(program, Stop(2, 1, raises=True)) == ""

@@ -60,12 +60,13 @@ def verdict_of_stop(program: Program, stop: Stop, timeout: float = 60.0) -> str:
     """Return how other ranks wait in vain, or an error does not give the reason; "" if all is well.
 
     The time is long because new ranks on a busy machine import modules for many seconds. Ranks that
-    wait for the rank that has stopped are ended seconds after it.
+    wait for the rank that has stopped are ended seconds after it. So are ranks that are still at
+    work when another one has raised an error, which is no hang: the error has the reason.
     """
     try:
         rank_pool(RANKS).run(run_until_stop, program, stop, timeout=timeout)
     except RankError as error:
-        if error.hung and NOTICED not in str(error):
+        if error.hung and NOTICED not in str(error) and not error.failures:
             return f"hang: ranks {error.hung} wait: {str(error)[-2000:]}"
         if stop.raises and REASON not in str(error):
             return f"wrong: the error does not give the reason: {str(error)[-2000:]}"
