@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from integration_tests.case_runner import kind, run_cases
 from integration_tests.random_training import compose, stops, verdict
+from integration_tests.random_training.edges import draw_edges, verdict_with_edges
 from integration_tests.random_training.fresh import draw_fresh_resume, verdicts_of_fresh_resumes
 from integration_tests.random_training.stops import (
     PLACES,
@@ -37,6 +38,18 @@ def test_programs_go_on_in_new_processes(count: int) -> None:
     # new processes on as many ranks, and on fewer
     assert {resume.ranks for resume in resumes} == {2, 4}
     outcomes = verdicts_of_fresh_resumes(resumes)
+    assert [outcome for outcome in outcomes if kind(outcome) not in ("", "void")] == []
+    assert "" in outcomes
+
+
+@pytest.mark.parametrize(
+    "count", [pytest.param(8, id="few"), pytest.param(100, id="many", marks=pytest.mark.slow)]
+)
+def test_programs_with_edges_are_what_they_are_on_one_device(count: int) -> None:
+    edges = [draw_edges(compose(seed)) for seed in range(count)]
+    for name in ("outside", "passed", "around", "watched", "half"):
+        assert any(getattr(each, name) for each in edges), name
+    outcomes = run_cases(verdict_with_edges, edges)
     assert [outcome for outcome in outcomes if kind(outcome) not in ("", "void")] == []
     assert "" in outcomes
 

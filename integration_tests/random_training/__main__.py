@@ -1,7 +1,7 @@
-"""Hunt: `nox -s hunt -- integration_tests.random_training FIRST COUNT [--fresh] [--stops]`.
+"""Hunt: `nox -s hunt -- integration_tests.random_training FIRST COUNT [FORM]`.
 
-With `--fresh`, each training goes on in new processes; with `--stops`, one rank stops in
-the middle.
+With the form `--fresh`, each training goes on in new processes; with `--stops`, one rank stops in
+the middle; with `--edges`, a step has edges (`integration_tests.random_training.edges`).
 """
 
 import sys
@@ -12,6 +12,7 @@ from typing import Any
 
 from integration_tests.case_runner import kind, run_cases, signature
 from integration_tests.random_training import compose, verdict
+from integration_tests.random_training.edges import draw_edges, verdict_with_edges
 from integration_tests.random_training.fresh import draw_fresh_resume, verdicts_of_fresh_resumes
 from integration_tests.random_training.stops import draw_stop, verdict_of_stop
 
@@ -22,6 +23,9 @@ def outcomes_of(seeds: Sequence[int]) -> list[tuple[Any, str]]:
         resumes = [draw_fresh_resume(seed) for seed in seeds]
         return list(zip(resumes, verdicts_of_fresh_resumes(resumes), strict=True))
     programs = [compose(seed) for seed in seeds]
+    if "--edges" in sys.argv:
+        edges = [draw_edges(program) for program in programs]
+        return list(zip(edges, run_cases(verdict_with_edges, edges), strict=True))
     if "--stops" in sys.argv:
         stops = [draw_stop(program) for program in programs]
         pairs = list(zip(programs, stops, strict=True))

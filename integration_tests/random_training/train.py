@@ -295,7 +295,7 @@ class Training:
 
     def _losses(self, number: int, where: str = "") -> list[Tensor]:
         """The losses of the batch's parts computed here: one on a mesh, all on one device."""
-        tokens, targets = batch_of(self.program, number)
+        tokens, targets = self._batch(number)
         uses = self.program.uses[number % len(self.program.uses)]
         parts = [*zip(tokens.chunk(self.parts), targets.chunk(self.parts), uses, strict=False)]
         if self.mesh is None:
@@ -317,6 +317,10 @@ class Training:
                 mean = all_reduce(local, (whole, axes), "avg")
             self._see(where, [("loss", mean)])
         return losses
+
+    def _batch(self, number: int) -> tuple[Tensor, Tensor]:
+        """Tokens and targets of all ranks."""
+        return batch_of(self.program, number)
 
     def _call(self, x: Tensor, y: Tensor, use: bool, number: int) -> tuple[Any, Any]:
         """Logits and targets of this rank's rows."""
