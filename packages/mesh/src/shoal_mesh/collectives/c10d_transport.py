@@ -108,9 +108,12 @@ class C10dTransport(Transport):
 
         For gloo between ranks of one host, raise PeerError if a rank has started another call.
         """
+        count = tensor.numel()
+        # a tensor while torch.jit.trace records
+        if type(count) is not int:
+            refuse_recorded(count)
         # the blocks of an all_to_all_v differ between ranks
-        refuse_recorded(tensor.numel())
-        count = 0 if kind == "all_to_all_v" else tensor.numel()
+        count = 0 if kind == "all_to_all_v" else count
         record(self._name, (kind, tensor.dtype, count, op, root))
         if self._channel is None or not tensor.is_cpu:
             return call(self._group, *arguments)

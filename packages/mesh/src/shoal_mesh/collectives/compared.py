@@ -127,16 +127,18 @@ def _stream_of(comm: Comm, like: Tensor) -> Stream | None:
 def _header(number: int, like: Tensor) -> Tensor:
     """Return a number as elements of the dtype of a message, on its device.
 
-    Each element is one bit, 0 or 1, because copies of bool do not keep other bytes.
+    The first byte of each element is one bit of the number, 0 or 1, because copies of bool do not
+    keep other bytes. No dtype converts the bits, since packed dtypes have no conversions.
     """
-    bits = [number >> place & 1 for place in range(_BITS)]
-    return torch.tensor(bits, dtype=like.dtype, device=like.device)
+    parts = torch.zeros(_BITS, like.element_size(), dtype=torch.uint8)
+    parts[:, 0] = torch.tensor([number >> place & 1 for place in range(_BITS)])
+    return parts.view(like.dtype).view(_BITS).to(like.device)
 
 
 def _number_in(header: Tensor) -> int:
     """Return the number of a header."""
-    bits = header.to(torch.int64).tolist()
-    return sum(bit << place for place, bit in enumerate(bits))
+    parts = header.cpu().view(torch.uint8).view(_BITS, header.element_size())
+    return sum(bit << place for place, bit in enumerate(parts[:, 0].tolist()))
 
 
 def _difference(comm: Comm, statements: Sequence[str]) -> str:
