@@ -130,8 +130,9 @@ def _header(number: int, like: Tensor) -> Tensor:
     The first byte of each element is one bit of the number, 0 or 1, because copies of bool do not
     keep other bytes. No dtype converts the bits, since packed dtypes have no conversions.
     """
-    parts = torch.zeros(_BITS, like.element_size(), dtype=torch.uint8)
-    parts[:, 0] = torch.tensor([number >> place & 1 for place in range(_BITS)])
+    parts = torch.zeros(_BITS, like.element_size(), dtype=torch.uint8, device="cpu")
+    bits = [number >> place & 1 for place in range(_BITS)]
+    parts[:, 0] = torch.tensor(bits, device="cpu")
     return parts.view(like.dtype).view(_BITS).to(like.device)
 
 
