@@ -18,7 +18,8 @@ def test_jobs_and_failures_are_values_that_travel() -> None:
         "/",
         (1234, "prefix"),
         "gloo",
-        False,
+        (71, 72),
+        last=False,
     )
     failure = Failure("ValueError", "no", "Traceback", skip=False, error=None)
     assert pickle.loads(pickle.dumps(job)) == job

@@ -346,6 +346,7 @@ class RankPool:
                 cwd=os.getcwd(),
                 store=(ForkServer.get().store.port, f"job{os.getpid()}_{next(_JOBS)}"),
                 backend=self.backend,
+                pids=tuple(self._pids),
                 last=self._once,
             )
             try:

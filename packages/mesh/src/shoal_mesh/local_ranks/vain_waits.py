@@ -26,9 +26,10 @@ _BYTES_OF_TRANSFER = 1 << 20
 _COLLECTIVES = re.compile(
     r"torch/distributed/distributed_c10d\.py"
     r"|shoal_mesh/(shared_memory/channel|watch/backend_work)\.py"
+    r"|shoal_mesh/watch/peers\.py.* in watch_members"
 )
 _LOOP = re.compile(r"shoal_mesh/watch/peers\.py.* in wait_until")
-_MEMBERS = re.compile(r"shoal_mesh/watch/backend_work\.py.* in wait_for_members")
+_MEMBERS = re.compile(r"shoal_mesh/watch/peers\.py.* in watch_members")
 _FILE = re.compile(r'File "([^"]+)"')
 _INSTALLED = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen"})
 
@@ -80,7 +81,7 @@ def _innermost_call(dump: str) -> str:
         if any(not _is_installed(path) for path in _FILE.findall(thread)):
             return ""
     calls = [line.strip() for line in main.splitlines() if "File " in line]
-    # `wait_for_members` is at a fixed line while the loop of `wait_until`, which it calls, turns.
+    # `watch_members` is at a fixed line while the loop of `wait_until`, which it calls, turns.
     is_in_loop = len(calls) > 1 and _LOOP.search(calls[0]) and _MEMBERS.search(calls[1])
     return calls[1] if is_in_loop else next(iter(calls), "")
 

@@ -30,7 +30,7 @@ from .._torch import PrefixStore, TCPStore
 from ..accelerator import set_own_device
 from ..groups.world import meet
 from ..shared_memory.channel import give_up
-from ..watch.processes import name_process
+from ..watch.processes import name_process, note_job
 from .failures import Failure, failure_of
 from .pickle_functions import dump
 
@@ -50,6 +50,7 @@ class Job(NamedTuple):
         cwd: working directory of the parent.
         store: port of the parent's store, and a prefix that no other job has.
         backend: backend of the default group; "" for none.
+        pids: the process ids of all ranks, by rank.
         last: whether a rank ends when it has answered.
     """
 
@@ -61,6 +62,7 @@ class Job(NamedTuple):
     cwd: str
     store: tuple[int, str]
     backend: str
+    pids: tuple[int, ...]
     last: bool
 
 
@@ -155,6 +157,7 @@ def _serve(connection: Connection, rank: int, size: int) -> None:
             return
         name_process(number, returned=False)
         job = pickle.loads(order)
+        note_job(job.pids)
         try:
             answer = dump((True, _run_job(job, rank, size, connection)))
         except BaseException as error:

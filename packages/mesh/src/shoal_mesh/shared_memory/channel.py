@@ -39,7 +39,7 @@ from .. import _torch
 from .._torch import AllgatherOptions, AllreduceOptions, ProcessGroup, ReduceOp, on_plain_kernels
 from ..errors import PeerError
 from ..watch.deadlocks import Watcher, board_of_process, note_addresses
-from ..watch.peers import BROKEN, Peers, head_bytes, minority
+from ..watch.peers import BROKEN, Peers, head_bytes, minority, watch_members
 from ..watch.processes import machine, note_processes, processes_of
 from ..watch.recorder import record
 from .rounds import WAIT_FOR_SLOT, ReceiveError, Steps
@@ -47,6 +47,8 @@ from .rounds import WAIT_FOR_SLOT, ReceiveError, Steps
 # The bytes of a slot of the foreground, which has two slots per rank. Larger messages take several
 # rounds.
 SLOT_BYTES = 1 << 20
+# the description of the collectives in which ranks agree on shared memory
+_FIRST_COLLECTIVE = "the first collective of a group"
 # the most bytes of all slots of a stream; with many ranks, slots are smaller
 _ALL_SLOTS_BYTES = 1 << 26
 
@@ -403,7 +405,9 @@ def map_segment(group: ProcessGroup, nbytes: int) -> mmap.mmap | None:
     try:
         facts = torch.tensor(own_facts, device="cpu")
         of_all = torch.empty(group.size(), len(facts), dtype=facts.dtype, device="cpu")
-        group._allgather_base(of_all.view(-1), facts, AllgatherOptions()).wait()
+        work = group._allgather_base(of_all.view(-1), facts, AllgatherOptions())
+        watch_members(work, group, _FIRST_COLLECTIVE)
+        work.wait()
         hosts, pids, files, tokens, machines, boards = of_all.t().tolist()
         note_processes(group, tuple(zip(machines, pids, strict=True)))
         memory = None
@@ -447,7 +451,9 @@ def all_have(value: object, group: ProcessGroup) -> bool:
     has_value = torch.tensor([int(value is not None)], device="cpu")
     options: Any = AllreduceOptions()
     options.reduceOp = ReduceOp.MIN
-    group.allreduce([has_value], options).wait()
+    work = group.allreduce([has_value], options)
+    watch_members(work, group, _FIRST_COLLECTIVE)
+    work.wait()
     return bool(has_value.item())
 
 

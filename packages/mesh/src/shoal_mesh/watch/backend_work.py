@@ -18,8 +18,7 @@ from .. import _torch
 from .._torch import ProcessGroup, Store, Work
 from ..argument_types import name_ranks
 from ..errors import PeerError
-from .deadlocks import addresses, note_wait
-from .peers import Peers, different_collectives, wait_until
+from .peers import ABANDONED, Peers, different_collectives, wait_until, watch_members
 from .processes import ProcessState, machine, processes_of, state_of
 from .recorder import dump, last_of_backend
 
@@ -29,9 +28,6 @@ _DEATH_SECONDS = 0.5
 _ROLL_CALL_SECONDS = 3.0
 
 T = TypeVar("T")
-# Declared mutable state: works of gloo for which a rank has stopped waiting before they were
-# complete. `drain` waits for them.
-_ABANDONED: list[Work] = []
 
 
 def drain(timeout: float) -> None:
@@ -48,11 +44,11 @@ def drain(timeout: float) -> None:
         timeout: the seconds after which gloo times out. They are also the longest wait.
     """
     deadline = time.monotonic() + timeout
-    while not all(work.is_completed() for work in _ABANDONED):
+    while not all(work.is_completed() for work in ABANDONED):
         if time.monotonic() >= deadline:
             break
         time.sleep(0.01)
-    _ABANDONED.clear()
+    ABANDONED.clear()
     # Collectives that were not abandoned have ended, too, but their tensors may still be in use by
     # threads of gloo. They are freed within microseconds.
     time.sleep(0.05)
@@ -95,7 +91,7 @@ class BackendWork:
                 # The argument, the seconds waited so far, does not matter.
                 wait_until(self._work.is_completed, lambda _: peers.check_others(self._call))
             except PeerError:
-                _ABANDONED.append(self._work)
+                ABANDONED.append(self._work)
                 raise
         try:
             self._work.wait()
@@ -106,27 +102,12 @@ class BackendWork:
 def wait_for_members(work: Work, group: ProcessGroup, text: str) -> None:
     """Wait for a call that all members of a group make before they can notify each other.
 
-    Args:
-        work: the work of the call.
-        group: the group; only the members of a group of torch's gloo are watched.
-        text: the description of the call, the same on all ranks.
+    The arguments are those of `watch_members`.
 
     Raises:
-        PeerError: the call has failed, or ranks wait for each other in different collectives.
+        PeerError: the call has failed, or `watch_members` raises.
     """
-    if _torch.is_on_gloo(group):
-        ranks = _torch.ranks_in_order(group)
-        others = [rank for rank in ranks if rank != ranks[group.rank()]]
-        call = f"{text} of group {group.group_name}"
-
-        def look(_: float) -> None:
-            """Note the wait; raise if the watcher thread has found that it is a deadlock."""
-            wait = note_wait(lambda: text, lambda: addresses(others), call)
-            if wait.failure:
-                _ABANDONED.append(work)
-                raise PeerError(wait.failure, tuple(ranks))
-
-        wait_until(work.is_completed, look)
+    watch_members(work, group, text)
     BackendWork(work, group, None).wait()
 
 

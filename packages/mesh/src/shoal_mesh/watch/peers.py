@@ -15,14 +15,16 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import inf
 
 import torch
 
 from .. import _torch
-from .._torch import ProcessGroup
+from .._torch import ProcessGroup, Work
+from ..argument_types import name_ranks
 from ..errors import LockstepError, PeerError
 from .deadlocks import WAITS, addresses, note_wait
-from .processes import ProcessState, state_of
+from .processes import ProcessState, returned_ranks, state_of
 from .recorder import current_purpose, describe, dump, last_of_backend, request
 
 # words of 8 bytes in a cache line; two ranks never write to one line
@@ -38,9 +40,14 @@ ANNOUNCED = 16
 _YIELDS = 1000
 # seconds between two looks of a sleeping rank at the other ranks
 _CHECK_SECONDS = 0.02
+# What a rank has sent before it returned arrives within this many seconds.
+_ARRIVAL_SECONDS = 3.0
 # A rank that is stopped in so many looks in a row counts as lost, whatever the timeout. These are
 # about 6 s.
 _STOPPED_CHECKS = 250
+# Declared mutable state: works of gloo for which a rank has stopped waiting before they were
+# complete. `backend_work.drain` waits for them.
+ABANDONED: list[Work] = []
 
 
 def head_bytes(size: int, streams: int) -> int:
@@ -409,6 +416,50 @@ def wait_until(
                 look(now - start)
     finally:
         WAITS.pop(threading.get_ident(), None)
+
+
+def watch_members(work: Work, group: ProcessGroup, text: str) -> None:
+    """Watch the members of a group until a call that all of them make is complete or has failed.
+
+    Args:
+        work: the work of the call.
+        group: the group; only the members of a group of torch's gloo are watched.
+        text: the description of the call, the same on all ranks.
+
+    Raises:
+        PeerError: ranks wait for each other in different collectives, or a member has returned from
+            the job of a pool.
+    """
+    if not _torch.is_on_gloo(group):
+        return
+    ranks = _torch.ranks_in_order(group)
+    others = [rank for rank in ranks if rank != ranks[group.rank()]]
+    call = f"{text} of group {group.group_name}"
+    # the seconds waited when a member was first seen to have returned
+    first_seen = inf
+
+    def look(waited: float) -> None:
+        """Note the wait; raise if it is in vain."""
+        nonlocal first_seen
+        # a deadlock is found by the watcher thread
+        wait = note_wait(lambda: text, lambda: addresses(others), call)
+        if wait.failure:
+            ABANDONED.append(work)
+            raise PeerError(wait.failure, tuple(ranks))
+        returned = returned_ranks(others)
+        if not returned:
+            return
+        first_seen = min(first_seen, waited)
+        if waited - first_seen > _ARRIVAL_SECONDS:
+            ABANDONED.append(work)
+            verb = "has" if len(returned) == 1 else "have"
+            raise PeerError(
+                f"{name_ranks(returned)} {verb} returned, and others wait in {text}: all ranks of "
+                "a group must make its collectives",
+                tuple(returned),
+            )
+
+    wait_until(work.is_completed, look)
 
 
 def different_collectives(texts: Mapping[int, str]) -> tuple[str, tuple[int, ...]]:

@@ -11,8 +11,11 @@ import hashlib
 import os
 import sys
 import weakref
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
+
+import torch.distributed as dist
 
 from .._torch import ProcessGroup
 
@@ -55,8 +58,11 @@ def machine() -> int:
     return int.from_bytes(digest[:7], "little") + 1
 
 
-# declared mutable state: the number of the job that this process runs, if it is a rank of a pool
+# --- declared mutable state of a rank of a pool
+# the number of the job that this process runs
 _job = 0
+# the process ids of the job's ranks, by rank
+_pids_of_job: tuple[int, ...] = ()
 
 
 def name_process(job: int, *, returned: bool) -> None:
@@ -70,6 +76,25 @@ def name_process(job: int, *, returned: bool) -> None:
     if sys.platform == "linux":
         name = f"returned {job}" if returned else "python"
         ctypes.CDLL(None).prctl(_SET_NAME, name.encode())
+
+
+def note_job(pids: tuple[int, ...]) -> None:
+    """Store the process ids of the ranks of the job that this process runs, by rank."""
+    global _pids_of_job  # noqa: PLW0603  # a process has one job
+    _pids_of_job = pids
+
+
+def returned_ranks(ranks: Sequence[int]) -> list[int]:
+    """Return those of some global ranks that have returned from the job of this process.
+
+    Returns [] outside of pools. It also returns [] if the program has made a new world, whose ranks
+    may have other numbers than those of the job.
+    """
+    pids = _pids_of_job
+    is_world_of_job = dist.is_initialized() and dist.get_world_size() == len(pids)
+    if not is_world_of_job or pids[dist.get_rank()] != os.getpid():
+        return []
+    return [rank for rank in ranks if state_of(pids[rank]) is ProcessState.RETURNED]
 
 
 class ProcessState(StrEnum):
