@@ -392,3 +392,10 @@ def test_a_stop_that_ranks_wait_for_is_a_finding() -> None:
 def test_ranks_at_work_when_one_raises_are_no_finding() -> None:
     program = Lines((4,), ("torch.ones(3)", "__import__('time').sleep(60)"))
     assert verdict_of_stop(program, Stop(2, 1, raises=True)) == ""
+
+
+def test_a_stop_leaves_no_failed_group_to_the_next_program() -> None:
+    lines = ("x1 = leaf(0, (8,), [Shard(0)])", "x2 = place(x1, [Replicate()])", "x3 = x2 * 2")
+    # rank 2 returns before the backward, in which the other ranks wait for it
+    assert verdict_of_stop(Lines((4,), lines), Stop(2, 2, raises=False)) == ""
+    assert on_ranks([Lines((4,), lines)]) == [""]

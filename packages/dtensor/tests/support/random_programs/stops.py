@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shoal_mesh import init_device_mesh
-from shoal_mesh.errors import RankError
+from shoal_mesh.errors import PeerError, RankError
 from shoal_mesh.testing import rank_pool
 
 from .program import Machine, Program
@@ -51,7 +51,10 @@ def run_until_stop(program: Program, stop: Stop) -> None:
     torch.manual_seed(7)
     machine.run(program.lines[: stop.line] if is_stopping else program.lines)
     if not is_stopping:
-        machine.backward()
+        outcome = machine.backward()
+        if PeerError.__name__ in outcome:
+            # The pool ends its ranks then: the next program would be on a group that has failed.
+            raise RuntimeError(outcome)
     elif stop.raises:
         raise ValueError(REASON)
 
