@@ -29,8 +29,10 @@ from random_programs import (
     shrink,
     verdict_of_stop,
 )
+from settings_and_refusals import unless_refused
 from shoal_dtensor import DTensor, Replicate, Shard
 from shoal_mesh import init_device_mesh
+from shoal_mesh.errors import PeerError
 from shoal_mesh.testing import rank_pool
 
 Step = tuple[str, int, int, int]
@@ -399,3 +401,11 @@ def test_a_stop_leaves_no_failed_group_to_the_next_program() -> None:
     # rank 2 returns before the backward, in which the other ranks wait for it
     assert verdict_of_stop(Lines((4,), lines), Stop(2, 2, raises=False)) == ""
     assert on_ranks([Lines((4,), lines)]) == [""]
+
+
+def test_an_error_between_ranks_is_no_refusal_of_values() -> None:
+    def wait_in_vain() -> None:
+        raise PeerError("rank 1 waits in another collective")
+
+    with pytest.raises(PeerError):
+        unless_refused(wait_in_vain)

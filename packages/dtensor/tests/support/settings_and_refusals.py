@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal_dtensor.errors import OperatorArgumentError, OperatorIndexError, ShoalTensorError
+from shoal_mesh.errors import PeerError
 
 __all__ = ["Watcher", "default_dtype", "deterministic", "unless_refused"]
 
@@ -46,6 +47,9 @@ def unless_refused(call: Callable[[], Any]) -> Any:
     """The result of a call; None if it refuses its values, as one process or as shoal does."""
     try:
         return call()
+    except PeerError:
+        # Ranks part ways, or their group has failed: no rank has refused a value.
+        raise
     except ShoalTensorError as error:
         if not isinstance(error, OperatorArgumentError | OperatorIndexError):
             raise
