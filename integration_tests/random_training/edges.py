@@ -28,7 +28,7 @@ __all__ = ["EdgeProgram", "draw_edges", "verdict_with_edges"]
 CHANCE = 0.5
 # number of the batch of edges, which no step has
 BATCH = 800
-# a token or a label, in the place of the first one of every row
+# all tokens or labels: a rank without one out of range would go on
 OUTSIDE = {"token beyond": WORDS, "token -1": -1, "label beyond": WORDS, "label -1": -1}
 # In float64, autocast has no effect.
 AROUND = ("default float64", "default bfloat16", "deterministic", "anomaly")
@@ -158,7 +158,7 @@ class _EdgeTraining(Training):
         tokens, labels = batch_of(self.program, number)
         if number == BATCH:
             changed = tokens if self.edges.outside.startswith("token") else labels
-            changed[:, 0] = OUTSIDE[self.edges.outside]
+            changed.fill_(OUTSIDE[self.edges.outside])
         return tokens, labels
 
     def _visit_passed(self) -> None:
