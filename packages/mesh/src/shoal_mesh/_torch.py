@@ -72,7 +72,8 @@ def is_traced(tensor: torch.Tensor | None = None) -> bool:
     records operators and would miss a direct call. A fake `tensor` has no memory to send, and stays
     fake outside of its mode.
     """
-    if is_compiling() or _is_included(_BEFORE_DISPATCH):
+    # torch.export traces in a fake mode, which is asked for below.
+    if is_compiling_code() or _is_included(_BEFORE_DISPATCH):
         return True
     if _active_modes() and (_active_mode(_KINDS.FAKE) or _active_mode(_KINDS.PROXY)) is not None:
         return True
