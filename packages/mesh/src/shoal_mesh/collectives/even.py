@@ -16,7 +16,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from .._torch import is_compiling_code
+from .._torch import is_compiling, is_compiling_code
 from ..errors import CollectiveError
 from ..events import run_observed
 from ..groups.process_groups import Comm
@@ -68,8 +68,8 @@ def all_reduce(
     recipe = reduction(tensor.dtype, op)
 
     def start() -> Pending:
-        # Functional collectives write to no operand, so compiled code needs no copy.
-        if is_compiling_code():
+        # Functional collectives write to no operand, so compiled and exported code needs no copy.
+        if is_compiling():
             terms = tensor.contiguous()
         else:
             terms = tensor.clone(memory_format=torch.contiguous_format)
