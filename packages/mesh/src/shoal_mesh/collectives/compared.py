@@ -90,9 +90,7 @@ def broadcast_blocks_compared(
         from `src` can know it.
     """
     if not _compares(comm, blocks[0]):
-        copied = broadcast(pack_blocks(blocks), comm, src)
-        if comm.rank != src:
-            unpack_blocks(copied, blocks)
+        _broadcast_blocks(blocks, comm, src)
         return ""
     number = number_of_text("\n".join(statements))
     stream = _stream_of(comm, blocks[0])
@@ -105,12 +103,17 @@ def broadcast_blocks_compared(
             unpack_blocks(copied, blocks)
         return ""
     header = _header(number, blocks[0])
-    copied = broadcast(pack_blocks([header, *blocks]), comm, src)
-    if comm.rank != src:
-        unpack_blocks(copied, [header, *blocks])
+    _broadcast_blocks([header, *blocks], comm, src)
     if _number_in(header) == number:
         return ""
     return f"rank {comm.ranks[comm.rank]}: {statements[0]}; rank {comm.ranks[src]}: another one"
+
+
+def _broadcast_blocks(blocks: Sequence[Tensor], comm: Comm, src: int) -> None:
+    """Overwrite blocks with those of the rank `src`, in one message."""
+    copied = broadcast(pack_blocks(blocks), comm, src)
+    if comm.rank != src:
+        unpack_blocks(copied, blocks)
 
 
 def _compares(comm: Comm, like: Tensor) -> bool:
