@@ -178,23 +178,20 @@ BY_STRIDES = frozenset(
 # --- results whose size depends on values ---------------------------------------------------------
 
 
-def sized_by_values(
-    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+def _one_hot_sized_by_values(
+    args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Callable[..., Any] | None:
-    """Return a function that first computes the size of the result; None if the arguments give it.
-
-    Without a number of classes, `one_hot` has one class more than the largest index. Once the
-    number is computed, the result is sharded as for any given number.
-    """
-    if op is not torch.ops.aten.one_hot.default:
-        return None
+    """Return `_one_hot_of_all_classes` if the call does not give the number of classes."""
     default = args[1] if len(args) > 1 else -1
     number = kwargs.get("num_classes", default)
     return _one_hot_of_all_classes if number == -1 else None
 
 
 def _one_hot_of_all_classes(index: Any, num_classes: int = -1) -> Any:
-    """Run `one_hot` with the number of classes that the values have."""
+    """Run `one_hot` with one class more than the largest index.
+
+    Once the number is computed, the result is sharded as for any given number.
+    """
     if not index.numel():
         raise OperatorArgumentError(
             "one_hot of an empty tensor: the number of classes cannot be inferred from the "
@@ -202,6 +199,13 @@ def _one_hot_of_all_classes(index: Any, num_classes: int = -1) -> Any:
         )
     classes = int(index.max().item()) + 1
     return torch.ops.aten.one_hot.default(index, classes)
+
+
+# For each operator: a function of its arguments. It returns a function that first computes the size
+# of the result from values; None if the arguments give the size.
+SIZED_BY_VALUES: Mapping[
+    OpOverload, Callable[[Sequence[Any], Mapping[str, Any]], Callable[..., Any] | None]
+] = {torch.ops.aten.one_hot.default: _one_hot_sized_by_values}
 
 
 # --- lists ----------------------------------------------------------------------------------------

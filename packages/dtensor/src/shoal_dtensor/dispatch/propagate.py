@@ -37,7 +37,7 @@ from ..rules.language.rule import (
 )
 from ..scopes import Scope
 from .assign import Sharding, ShardingProblem, assign, assign_without_moves
-from .composites import collective_on_shards, sized_by_values
+from .composites import SIZED_BY_VALUES, collective_on_shards
 from .global_call import (
     NeedsConstantsError,
     outputs_by_meta_kernel,
@@ -45,7 +45,13 @@ from .global_call import (
     specs_in,
     without_symbols,
 )
-from .input_moves import InputMove, ShardedCall, communication_of, plan_moves
+from .input_moves import (
+    CommunicationTexts,
+    InputMove,
+    ShardedCall,
+    communication_of,
+    plan_moves,
+)
 from .plain_tensors import instead
 from .results import (
     ArgumentPosition,
@@ -116,9 +122,10 @@ def _decide(
     copies: frozenset[int],
 ) -> Decision:
     """Decide as `decide` does, but raise an error where code does not support symbolic sizes."""
-    function_that_reads_size = sized_by_values(op, args, kwargs)
-    if function_that_reads_size is not None:
-        return Decision.composite(function_that_reads_size)
+    if op in SIZED_BY_VALUES:
+        function_that_reads_size = SIZED_BY_VALUES[op](args, kwargs)
+        if function_that_reads_size is not None:
+            return Decision.composite(function_that_reads_size)
     rule = rule_of(op, scope)
     if rule is None:
         composite = _composite_of(op)
@@ -338,9 +345,13 @@ def _decision_of(
     copies: frozenset[int],
 ) -> Decision:
     """Return the decision that gives every input of a call the spec that its sharding requires."""
-    rule, call, _, sharding = sharded
-    moves = plan_moves(sharded, copies)
-    communication = communication_of(sharded, moves, scope)
+    rule, call, specs, sharding = sharded
+    writes = bool(call.written or call.updated)
+    # A call that only reads, and whose inputs keep their layouts, moves nothing.
+    moves = plan_moves(sharded, copies) if writes or sharding.inputs != specs else []
+    communication = CommunicationTexts()
+    if moves or scope.communication != "allow":
+        communication = communication_of(sharded, moves, scope)
     is_dynamic = rule.kind == "dynamic" or call.has_data_dependent_shape
     kind = result_kind(call)
     positions = _argument_positions(call) if moves else []

@@ -340,6 +340,8 @@ class DimSharding:
 
     def placements(self, dim: int) -> dict[int, Shard | StridedShard]:
         """Return the placement of each axis on tensor dim `dim`, with sizes where needed."""
+        if self.even and len(self.axes) == 1:
+            return {self.axes[0]: Shard(dim)}
         outer_shards = shards_before(self.axes, self.axis_sizes)
         placements: dict[int, Shard | StridedShard] = {}
         if self.even:
