@@ -27,7 +27,7 @@ from shoal_dtensor import (
 )
 from shoal_dtensor.errors import MixedTensorError
 from shoal_dtensor.modules.forwards import arithmetic, current_arithmetic
-from shoal_dtensor.redistribute.shards_in_flight import current_batch
+from shoal_dtensor.redistribute.shards_in_flight import ENCLOSING_BATCH
 from shoal_dtensor.rng.state import get_random_mode
 from shoal_dtensor.rules import overlay
 from shoal_dtensor.scopes import DEFAULT, current
@@ -46,7 +46,7 @@ SCOPES: dict[str, tuple[Callable[[], AbstractContextManager[Any]], Callable[[], 
     "checked_replicas": (checked_replicas, lambda: current().replicas_checked),
     "overlay": (partial(overlay, {}), lambda: len(current().overlays) > 0),
     "random_mode": (partial(random_mode, "local"), lambda: get_random_mode() == "local"),
-    "coalesce": (coalesce, lambda: current_batch() is not None),
+    "coalesce": (coalesce, lambda: ENCLOSING_BATCH.get() is not None),
     "arithmetic": (partial(arithmetic, MODE), lambda: current_arithmetic() is MODE),
 }
 

@@ -17,7 +17,7 @@ from shoal_mesh import (
     topology_of,
 )
 from shoal_mesh.groups.world import all_gather_objects, ensure_world
-from shoal_mesh.internal import Topology, topology_version
+from shoal_mesh.internal import USER_TOPOLOGIES, Topology
 from shoal_mesh.testing import on_ranks
 
 
@@ -70,7 +70,7 @@ def test_measured_on_the_real_groups() -> None:
 
 
 def test_setting_a_topology_gives_a_new_version() -> None:
-    mesh, before = abstract_mesh((2,)), topology_version()
+    mesh, before = abstract_mesh((2,)), USER_TOPOLOGIES.version
     set_topology(mesh, [Link(1e-6, 1e9)])
     set_topology(mesh, None)
-    assert topology_version() == before + 2
+    assert USER_TOPOLOGIES.version == before + 2

@@ -45,6 +45,6 @@ from .mesh.device_mesh import with_own_groups
 from .notebook_html import html_table, html_text
 from .observers.lockstep import in_lockstep
 from .scoped_value import ScopedValue, value_when_traced
-from .topology import Topology, topology_version
+from .topology import USER_TOPOLOGIES, Topology, UserTopologies
 from .transport import Flat, Pending, Sizes
 from .watch.recorder import note

@@ -118,10 +118,22 @@ _LOCAL = {"cpu": Link(60e-6, 1.5e9), "accelerator": Link(12e-6, 180e9)}
 _REMOTE = {"cpu": Link(150e-6, 1.0e9), "accelerator": Link(25e-6, 22e9)}
 # Accelerators of a host, if neither the launcher nor this host gives their number.
 _ON_A_HOST = 8
-# Topologies that users have set; an entry is dropped with its mesh.
-_SET: WeakKeyDictionary[DeviceMesh, Topology] = WeakKeyDictionary()
-# The number of calls of `set_topology` so far.
-_VERSION = [0]
+
+
+@dataclass(slots=True)
+class UserTopologies:
+    """The topologies that users have set.
+
+    Attributes:
+        by_mesh: the topology of each mesh that has one; an entry is dropped with its mesh.
+        version: the number of calls of `set_topology` so far, for keys of caches.
+    """
+
+    by_mesh: WeakKeyDictionary[DeviceMesh, Topology]
+    version: int = 0
+
+
+USER_TOPOLOGIES = UserTopologies(WeakKeyDictionary())
 
 
 def topology_of(mesh: DeviceMesh) -> Topology:
@@ -138,7 +150,7 @@ def topology_of(mesh: DeviceMesh) -> Topology:
         Link(latency=6e-05, bandwidth=1500000000.0)
     """
     require(mesh, DeviceMesh, "a topology belongs to a DeviceMesh")
-    chosen = _SET.get(mesh)
+    chosen = USER_TOPOLOGIES.by_mesh.get(mesh)
     return chosen if chosen is not None else _default(mesh)
 
 
@@ -165,28 +177,16 @@ def set_topology(mesh: DeviceMesh, topology: Topology | Sequence[Link] | None) -
     require(
         topology, Topology | Sequence | None, "set_topology takes a Topology, or one Link per axis"
     )
-    _VERSION[0] += 1
+    USER_TOPOLOGIES.version += 1
     if topology is None:
-        _SET.pop(mesh, None)
+        USER_TOPOLOGIES.by_mesh.pop(mesh, None)
         return
     chosen = topology if isinstance(topology, Topology) else Topology(tuple(topology))
     if len(chosen.links) != mesh.ndim:
         raise MeshError(
             f"{mesh!r} has {mesh.ndim} axes, but the topology has {len(chosen.links)} links"
         )
-    _SET[mesh] = chosen
-
-
-def topology_version() -> int:
-    """Return a number that grows with every `set_topology`, for keys of caches.
-
-    Example:
-        >>> before = topology_version()
-        >>> set_topology(abstract_mesh((2,)), None)
-        >>> topology_version() - before
-        1
-    """
-    return _VERSION[0]
+    USER_TOPOLOGIES.by_mesh[mesh] = chosen
 
 
 def _default(mesh: DeviceMesh) -> Topology:

@@ -16,7 +16,7 @@ from math import prod
 from operator import attrgetter
 
 from shoal_mesh import DeviceMesh, topology_of
-from shoal_mesh.internal import Topology, topology_version
+from shoal_mesh.internal import USER_TOPOLOGIES, Topology
 
 from ..errors import RedistributeError
 from ..layout.boxes import volume
@@ -48,7 +48,7 @@ def plan(
         RedistributeError: if the specs describe different tensors, reductions of different kinds
             would have to be reordered, or no plan stays within the limit.
     """
-    version = topology_version()
+    version = USER_TOPOLOGIES.version
     if src.example is None and dst.example is None:
         return _plan(src, dst, (topology, version), memory_limit)
     has_symbolic_ends = None not in (src.example, dst.example)
@@ -152,7 +152,9 @@ def cache_clear() -> None:
 
 def links_of(mesh: DeviceMesh, topology: Topology | None = None) -> Links:
     """Return the given latency and bandwidth of every axis, or the values of the mesh."""
-    return _links(mesh, topology, 0 if topology is not None else topology_version())
+    # A given topology does not depend on the topologies that are set.
+    version = USER_TOPOLOGIES.version if topology is None else 0
+    return _links(mesh, topology, version)
 
 
 @lru_cache(maxsize=256)

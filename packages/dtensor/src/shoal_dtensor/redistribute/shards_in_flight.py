@@ -245,14 +245,10 @@ class CoalescedBatch:
                 tensor.arrive(local)
 
 
-_CURRENT: ScopedValue[CoalescedBatch | None] = ScopedValue(
+# The batch of the innermost `coalesce()` block, None outside.
+ENCLOSING_BATCH: ScopedValue[CoalescedBatch | None] = ScopedValue(
     "shoal_dtensor_batch", None, in_backward=False
 )
-
-
-def current_batch() -> CoalescedBatch | None:
-    """Return the batch of the innermost `coalesce()`, None outside."""
-    return _CURRENT.get() if _CURRENT.blocks else None
 
 
 @contextmanager
@@ -279,6 +275,6 @@ def coalesce() -> Iterator[CoalescedBatch]:
         [(2,), (4,), (6,)]
     """
     batch = CoalescedBatch()
-    with _CURRENT.change(lambda _: batch):
+    with ENCLOSING_BATCH.change(lambda _: batch):
         yield batch
     batch.flush()

@@ -29,7 +29,7 @@ from ..layout.spec import Spec
 from ..layout.tensor_meta import cache_last
 from ..redistribute.execution.execute import in_memory_order, run_cached
 from ..redistribute.plan import plan as find_plan
-from ..redistribute.shards_in_flight import CoalescedBatch, current_batch
+from ..redistribute.shards_in_flight import ENCLOSING_BATCH, CoalescedBatch
 from ..redistribute.steps import Plan
 from ..scopes import current, obey
 
@@ -68,7 +68,8 @@ def _receive(cls: Any, tensor: Any, plan: Plan, local: torch.Tensor, async_op: b
     The batch is the enclosing `coalesce()` block.
     """
     check_recorded("redistribute", local)
-    batch = current_batch()
+    # Without any block there is nothing to ask for.
+    batch = ENCLOSING_BATCH.get() if ENCLOSING_BATCH.blocks else None
     if batch is not None:
         return queue_move(cls, batch, plan, local, source=tensor)
     if async_op:
