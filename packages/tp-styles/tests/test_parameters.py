@@ -34,7 +34,7 @@ from shoal_tp_styles import (
 )
 from shoal_tp_styles.lowering import parameters
 from shoal_tp_styles.lowering.parameters import deliver_grad
-from shoal_tp_styles.modules import linear_product
+from shoal_tp_styles.modules import sharded_linear
 from small_models import MLP
 from tp_checks import global_value
 
@@ -81,7 +81,7 @@ def routes_taken() -> Iterator[list[GradRoute]]:
         return returned
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (parameters, linear_product):
+        for module in (parameters, sharded_linear):
             patch.setattr(module, "deliver_grad", deliver)
         yield taken
 
@@ -311,14 +311,14 @@ def test_the_reduction_runs_beside_a_weight_gradient_that_takes_long(where: str)
         module = lowered(nn.Linear(width, 128), style)
         x = torch.randn(16, width, dtype=torch.float64, requires_grad=True)
         seen: list[bool] = []
-        reduce = getattr(linear_product, name)
+        reduce = getattr(sharded_linear, name)
 
         def recorded(*args: Any, seen: list[bool] = seen, reduce: Any = reduce, **how: Any) -> Any:
             seen.append(how.get("async_op", False))
             return reduce(*args, **how)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(linear_product, name, recorded)
+            patch.setattr(sharded_linear, name, recorded)
             module(x).square().sum().backward()
         assert seen == [beside]
         full = x.detach().clone()

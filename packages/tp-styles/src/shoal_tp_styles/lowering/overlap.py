@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from shoal_dtensor import Placement, Shard
+from shoal_dtensor.internal import dispatch_modes, selectively_checkpointed, unwatched
 from shoal_mesh import Comm
 from shoal_mesh.internal import all_reduce_
 
@@ -76,13 +77,44 @@ def _lengths_in_chunk(blocks: tuple[int, ...], chunk: int, count: int) -> tuple[
 
 
 def reduced_product(
-    x: Tensor, weight: Tensor, comm_or_shard: Comm | ActivationShard, chunks: int
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    comm_or_shard: Comm | ActivationShard,
+    *,
+    chunks: int,
 ) -> Tensor:
-    """Multiply `x` (..., in) by a weight (out, in) and reduce the product over the ranks.
+    """Multiply `x` (..., in) by a weight (out, in), reduce over the ranks, and add the bias.
 
     `comm_or_shard` is the communicator of an all-reduce, or the shard to which the product is
-    reduce-scattered.
+    reduce-scattered. An all-reduce is in place.
     """
+    if chunks > 1:
+        with unwatched():
+            out = _reduced_in_chunks(x, weight, comm_or_shard, chunks)
+            return out if bias is None else out.add_(bias)
+    out = linear(x, weight)
+    if dispatch_modes() and selectively_checkpointed():
+        # The checkpoint may have saved the product, so the reduction writes to a copy.
+        with unwatched():
+            return _reduced(out.clone(), bias, comm_or_shard)
+    return _reduced(out, bias, comm_or_shard)
+
+
+def _reduced(out: Tensor, bias: Tensor | None, comm_or_shard: Comm | ActivationShard) -> Tensor:
+    if isinstance(comm_or_shard, ActivationShard):
+        out = reduce_scatter_dim(out, *comm_or_shard)
+    else:
+        all_reduce_(out, comm_or_shard)
+    if bias is not None:
+        out += bias
+    return out
+
+
+def _reduced_in_chunks(
+    x: Tensor, weight: Tensor, comm_or_shard: Comm | ActivationShard, chunks: int
+) -> Tensor:
+    """Return the reduced product, computed in chunks that overlap the reductions."""
     if isinstance(comm_or_shard, ActivationShard):
         scattered = []
         for rows, target in _chunks(x, comm_or_shard, chunks):

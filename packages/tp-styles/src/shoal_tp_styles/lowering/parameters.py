@@ -65,7 +65,8 @@ def deliver_grad(route: GradRoute, param: Any, spec: Spec, local: Tensor) -> DTe
             _set_gradient(param, spec, local)
             return None
         if _adds_to(accumulated, spec):
-            local_shard(accumulated).add_(local)
+            # `_adds_to` has checked that it is a DTensor
+            accumulated._local_tensor.add_(local)
             return None
     return DTensor.__new__(DTensor, local, spec)
 
