@@ -80,8 +80,7 @@ def start_packed(
         again = partial(start_packed, kind, [*tensors], comm, sizes)
         calls.refuse_gradient(partial(again, op=op, background=background))
     dtype = tensors[0].dtype
-    is_plain = all(type(tensor) is Tensor for tensor in tensors)
-    if not is_plain and not is_traced(tensors[0]):
+    if set(map(type, tensors)) != {Tensor} and not is_traced(tensors[0]):
         tensors[:] = [calls.as_plain(tensor) for tensor in tensors]
     if kind == "all_gather":
         op = ""
@@ -110,11 +109,12 @@ def _check_flat(kind: str, tensors: list[Tensor], comm: Comm) -> None:
 
     Tensors must be flat; for a reduce-scatter they may also be matrices of n rows.
     """
-    rows: tuple[int, ...] = ()
-    if kind == "reduce_scatter" and tensors and tensors[0].ndim == 2:
-        rows = (comm.size,)
     dtypes = {tensor.dtype for tensor in tensors}
-    are_flat = all(tensor.ndim and tensor.shape[:-1] == rows for tensor in tensors)
+    ndims = {tensor.ndim for tensor in tensors}
+    are_flat = ndims == {1}
+    if kind == "reduce_scatter" and ndims == {2}:
+        # compared one by one, because torch.jit.trace has tensors for sizes
+        are_flat = all(tensor.shape[0] == comm.size for tensor in tensors)
     if len(dtypes) != 1 or not are_flat:
         got = [f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in tensors]
         raise CollectiveError(f"a packed collective needs flat tensors of one dtype, got {got}")
