@@ -40,7 +40,7 @@ from shoal_mesh.internal import parts_like, positions_by_dtype
 from .fsdp_module import FSDPModule, refusing_methods_of_units
 from .fully_shard import check_modules, install_unit, mesh_of_all_ranks
 from .gradients.equal_rows import warn_of_equal_rows
-from .gradients.forward_writes import ForwardWrites, Used
+from .gradients.forward_writes import ForwardWrites
 from .gradients.global_losses import watch
 from .gradients.gradient_buckets import Bucket, GradientBuckets
 from .gradients.gradient_group import ReducingModule
@@ -300,10 +300,13 @@ class Replicas(Reducer):
         self.replicas: list[Replica] = []
         self._shows_replicas = False
         self._attached: list[tuple[Any, ...]] = []
+        # whether one of the attached parameters was on the meta device
+        self._was_on_meta = False
         self._depth = 0  # of forwards that are running
         self.writes = ForwardWrites()
         self._comparison = ValueComparison()
-        self._held: list[Used] = []
+        # the parameters that the module held at the beginning of the running or last forward
+        self._held: list[nn.Parameter] = []
         # whether each forward begins with the buffers of the first rank
         self.broadcast_buffers = False
         # the data-parallel rank whose values are sent once the module has left the meta device
@@ -321,6 +324,7 @@ class Replicas(Reducer):
             "replicas": replicas,
             "_shows_replicas": False,
             "_attached": [],
+            "_was_on_meta": False,
             "_depth": 0,
             "writes": ForwardWrites(),
             "_comparison": ValueComparison(),
@@ -350,11 +354,16 @@ class Replicas(Reducer):
 
     def held_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that it replicates, or their shards."""
+        # Every forward asks, so the modules are walked once; `parameters()` would walk them again.
         others = set(map(id, self.ignored))
-        for child in self.module.modules():
-            if child is not self.module and _STATE in vars(child):
-                others.update(map(id, child.parameters()))
-        return [param for param in self.module.parameters() if id(param) not in others]
+        found: dict[int, nn.Parameter] = {}
+        for owner in self.module.modules():
+            if _STATE in vars(owner) and owner is not self.module:
+                others.update(map(id, owner.parameters()))
+            for param in owner._parameters.values():
+                if param is not None:
+                    found[id(param)] = param
+        return [param for number, param in found.items() if number not in others]
 
     def restore_parameters(self) -> None:
         """Have the module hold whole parameters without hooks."""
@@ -411,7 +420,7 @@ class Replicas(Reducer):
     def attach(self) -> None:
         """Have the gradients of the module's present trained parameters averaged."""
         held = self.held_parameters()
-        self._held = [Used(param, param) for param in held]
+        self._held = held
         if self.axes.num_sharding_axes:
             trained = [replica for replica in self.replicas if replica.adopt()]
             pairs = [(replica.leaf, replica.optimizer_parameter) for replica in trained]
@@ -441,11 +450,12 @@ class Replicas(Reducer):
             trained = [replica_of(param, self.axes, self.dtype) for param, _ in pairs]
         self.gradients.remove()
         self.gradients, self._attached = GradientBuckets(self._buckets(trained), self), attached
+        self._was_on_meta = any(leaf.is_meta for leaf, _ in pairs)
 
     def after_conversion(self) -> None:
         """Have the next forward attach new buckets if the conversion replaced autograd's nodes."""
         if self.gradients.lacks_nodes():
-            # equal to no other; `check_materialized` reads the devices
+            # equal to no other
             self._attached = [(None, *others) for _, *others in self._attached]
 
     def _buckets(self, trained: Sequence[Replica]) -> list[Bucket]:
@@ -476,7 +486,7 @@ class Replicas(Reducer):
             state.gather()
             state.attach()
         self._show_replicas(True)
-        self.writes.begin(self._used_by_modules(), reads_values=self._comparison.decide())
+        self._watch_writes()
         if self.broadcast_buffers and self.syncs:
             self._send_buffers()
 
@@ -500,13 +510,15 @@ class Replicas(Reducer):
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(self.gradients.begin_if_needed)
 
-    def _used_by_modules(self) -> list[Used]:
-        """Return the tensors that modules use in a forward, with their parameters."""
-        if not self.replicas:
-            return self._held
-        return [
-            Used(replica.module_tensor, replica.optimizer_parameter) for replica in self.replicas
-        ]
+    def _watch_writes(self) -> None:
+        """Watch the tensors that modules use in the forward that begins."""
+        # the parameters that optimizers update: the same tensors, or their shards
+        parameters: list[nn.Parameter] = self._held
+        used: Sequence[Tensor] = self._held
+        if self.replicas:
+            parameters = [replica.optimizer_parameter for replica in self.replicas]
+            used = [replica.module_tensor for replica in self.replicas]
+        self.writes.begin(used, parameters, reads_values=self._comparison.decide())
 
     def begin_pass(self) -> None:
         """Have modules see replicas in a backward pass, because it may recompute forwards."""
@@ -544,9 +556,7 @@ class Replicas(Reducer):
 
     def check_materialized(self) -> None:
         """Raise StyleError if parameters have no values since they were on the meta device."""
-        # the parameters that were attached last, with their devices
-        were_on_meta = any(device.type == "meta" for *_, device in self._attached)
-        if were_on_meta and self.axes.mesh.device_type != "meta":
+        if self._was_on_meta and self.axes.mesh.device_type != "meta":
             check_module_values("replicate", self.module)
 
     @torch.no_grad()

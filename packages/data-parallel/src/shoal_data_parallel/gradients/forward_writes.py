@@ -11,15 +11,14 @@ forward has written to is sent with the flags of the next reduction, one bit a c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from shoal_dtensor.errors import StyleError
 
-from ..parameters.written_values import Fingerprint, digest_of
+from ..parameters.written_values import Fingerprints, digest_of
 from .registrations import Registrations
 
 # Columns of flags: whether a rank has written, and 15 bits of the digest. Unequal writes have equal
@@ -28,22 +27,16 @@ COLUMNS = 16
 _BITS = COLUMNS - 1
 
 
-class Used(NamedTuple):
-    """A tensor that modules use in a forward, and the parameter that optimizers update.
-
-    They are one object, unless optimizers update a shard.
-    """
-
-    tensor: Tensor
-    parameter: Tensor
-
-
 class ForwardWrites:
     """The parameters that forwards have written to since the last reduction."""
 
     def __init__(self) -> None:
-        # The tensors that modules use in the running forward, as they were at its beginning.
-        self._before: list[tuple[Used, Fingerprint]] = []
+        # the tensors that modules use in the running forward
+        self._used: Sequence[Tensor] = []
+        # for each of them the parameter that optimizers update: the same tensor, or its shard
+        self._parameters: Sequence[Tensor] = []
+        # as the tensors were at the beginning of the forward
+        self._before = Fingerprints([], reads_values=False)
         self._registrations = Registrations()
         # the names of parameters that forwards have replaced or added
         self._new: list[str] = []
@@ -51,31 +44,40 @@ class ForwardWrites:
         self._written: dict[int, Tensor] = {}
         self._digest: Tensor | None = None
 
-    def begin(self, parameters: Iterable[Used], *, reads_values: bool) -> None:
-        """Take fingerprints of parameters at the beginning of a forward.
+    def begin(
+        self, used: Sequence[Tensor], parameters: Sequence[Tensor], *, reads_values: bool
+    ) -> None:
+        """Take fingerprints at the beginning of a forward.
 
-        With `reads_values` the fingerprints have digests of the values, too.
+        Args:
+            used: the tensors that modules use in the forward.
+            parameters: for each of them the parameter that optimizers update.
+            reads_values: whether fingerprints have digests of the values, too.
         """
         self._registrations.begin()
-        self._before = [
-            (used, Fingerprint.of(used.tensor, reads_values=reads_values))
-            for used in parameters
-            if not used.tensor.is_inference()
-        ]
+        # tensors of inference mode do not count their versions
+        countable = [i for i, tensor in enumerate(used) if not tensor.is_inference()]
+        self._used = [used[i] for i in countable]
+        self._parameters = [parameters[i] for i in countable]
+        self._before = Fingerprints(self._used, reads_values=reads_values)
 
     def end(self, module: nn.Module) -> None:
         """Digest the parameters that have changed, and name the new ones, since the beginning."""
-        tensors = [tensor for used, _ in self._before for tensor in used]
-        self._new += self._registrations.end(module, tensors)
-        written = [used for used, before in self._before if before.differs_from(used.tensor)]
-        self._before = []
+        used = self._used
+        parameters = self._parameters
+        self._new += self._registrations.end(module, [*used, *parameters])
+        written = self._before.written()
+        self._used = []
+        self._parameters = []
+        self._before = Fingerprints([], reads_values=False)
         if not written and not self._new:
             return
-        for used in written:
-            self._written.update({id(tensor): tensor for tensor in used})
-        digests = [digest_of(used.tensor) for used in written]
+        for i in written:
+            for tensor in (used[i], parameters[i]):
+                self._written[id(tensor)] = tensor
+        digests = [digest_of(used[i]) for i in written]
         # new parameters change the digest, so that ranks without them find them too
-        digests.append(torch.full((), len(self._new), device=tensors[0].device))
+        digests.append(torch.full((), len(self._new), device=used[0].device))
         digest = torch.stack(digests).sum()
         # the factor makes the digest depend on the order of forwards
         self._digest = digest if self._digest is None else self._digest * 31 + digest

@@ -216,7 +216,8 @@ class GradientBuckets:
 
     def begin(self, _: Any = None) -> None:
         """Begin a pass, unless one is running: set aside the gradients in `.grad`."""
-        if self.is_running:
+        # Autograd calls this for each parameter, so it does not ask `is_running`, a call in Python.
+        if self._pass is not None:
             return
         for replica in self.replicas:
             replica.check_hooks()
@@ -252,6 +253,9 @@ class GradientBuckets:
         has_started = bucket_index < len(current.reductions)
         if has_started:
             current.late.add(bucket_index)
+        next_bucket = len(current.reductions)
+        if next_bucket == len(self.buckets) or current.missing[next_bucket] > 0:
+            return
         # Which parameters a pass uses may differ between ranks; the order of reductions must not.
         # So the buckets of modules that the pass has reached earlier come first. A reduction that
         # cannot start here is started by `finish`.
@@ -259,7 +263,7 @@ class GradientBuckets:
         is_nested = backward_number() != current.number
         if not in_turn or not self.owner.syncs or is_nested:
             return
-        for following in range(len(current.reductions), len(self.buckets)):
+        for following in range(next_bucket, len(self.buckets)):
             if current.missing[following] > 0:
                 return
             self._start_reduction(following)

@@ -26,7 +26,7 @@ def check_steps_in_backward(function: str, leaf: Any) -> None:
 
     It hooks autograd's node of the leaf, which runs before gradients are reduced.
     """
-    if hasattr(leaf, "_in_backward_optimizers"):
+    if "_in_backward_optimizers" in vars(leaf):
         raise StyleError(
             f"{function}: torch's _apply_optimizer_in_backward was called with a parameter, and "
             "its optimizer would step before gradients are reduced over ranks. Call step() after "

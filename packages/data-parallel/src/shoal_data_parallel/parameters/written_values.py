@@ -6,39 +6,60 @@ write through `p.data` or `p.numpy()` changes the values alone, so that a digest
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from shoal_dtensor.internal import FakeTensor, local_of, memory_of
+from shoal_dtensor.internal import FakeTensor, local_of
 from shoal_mesh.internal import is_traced
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass(frozen=True, slots=True)
-class Fingerprint:
-    """The version, the place in memory, and perhaps the digest of a tensor at one moment."""
+class Fingerprints:
+    """The versions, the memory, and perhaps digests of the values of tensors at one moment.
 
-    version: int
-    memory: object
-    digest: Tensor | None
+    Lists are compared as a whole, because every forward does so and few forwards write.
+    """
 
-    @classmethod
-    def of(cls, tensor: Tensor, *, reads_values: bool) -> Fingerprint:
-        """Return the fingerprint of a tensor, with a digest if `reads_values` is true."""
-        local = local_of(tensor)
+    def __init__(self, tensors: Sequence[Tensor], *, reads_values: bool) -> None:
+        self._tensors = tensors
+        self._versions = _versions(tensors)
+        self._memory = _memory(tensors)
         # In a mode of fake tensors, the digest of a real tensor is fake too.
-        has_values = reads_values and not is_traced(local)
-        digest = digest_of(tensor) if has_values else None
-        return cls(tensor._version, memory_of(local), digest)
+        has_values = reads_values and not any(is_traced(local_of(tensor)) for tensor in tensors)
+        self._digests = [*map(digest_of, tensors)] if has_values else []
 
-    def differs_from(self, tensor: Tensor) -> bool:
-        """Return whether the tensor was written to since the fingerprint was taken."""
-        if tensor._version != self.version or memory_of(local_of(tensor)) != self.memory:
-            return True
-        return self.digest is not None and not torch.equal(self.digest, digest_of(tensor))
+    def written(self) -> list[int]:
+        """Return the indices of the tensors that were written to since."""
+        versions = _versions(self._tensors)
+        memory = _memory(self._tensors)
+        if not self._digests and versions == self._versions and memory == self._memory:
+            return []
+        digests = [*map(digest_of, self._tensors)] if self._digests else []
+        written = []
+        for i in range(len(self._tensors)):
+            is_same = versions[i] == self._versions[i] and memory[i] == self._memory[i]
+            if digests:
+                is_same = is_same and torch.equal(digests[i], self._digests[i])
+            if not is_same:
+                written.append(i)
+        return written
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    return [tensor._version for tensor in tensors]
+
+
+def _memory(tensors: Sequence[Tensor]) -> list[tuple[object, object]]:
+    """Return the place of each tensor in memory.
+
+    It holds the storages, so that no other tensor gets their memory while it is kept.
+    """
+    # The type is compared first, because `local_of` takes 0.4 us for a plain tensor.
+    local = [t if type(t) in (nn.Parameter, Tensor) else local_of(t) for t in tensors]
+    return [(tensor.untyped_storage(), tensor.storage_offset()) for tensor in local]
 
 
 @torch.no_grad()
