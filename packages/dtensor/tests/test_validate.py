@@ -1,4 +1,4 @@
-"""Covers: testing/{validate,thread_ranks,simulate}.py, on calls of every family of rules."""
+"""Covers: testing/{validate,simulate}.py, on calls of every family of rules."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shoal_mesh.testing import lab
+from shoal_mesh.lab import lab
 
 from .errors import CertifyError
 from .observe.observer import Observation, ProgramObserver

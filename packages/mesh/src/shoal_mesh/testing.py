@@ -23,18 +23,7 @@ from .argument_types import FUNCTION, require, require_each
 from .errors import MeshError
 from .events import Event, observing
 from .groups.world import ensure_world, require_world
-
-# Names imported `as` themselves are for the tools of tests in the packages above, not for users.
-from .lab.c10d.group import LabGroup as LabGroup
-from .lab.c10d.link import RankFacts as RankFacts
-from .lab.isolation.threads import (
-    Conductor as Conductor,
-    ThreadLink as ThreadLink,
-    run_on_threads as run_on_threads,
-)
-from .lab.rank_state import RandomStates as RandomStates
 from .lab.run import Lab, lab
-from .lab.scheduling.posted_calls import GroupKey as GroupKey
 from .local_ranks.pool import RankPool, kept_pool
 from .mesh.create import init_device_mesh
 from .mesh.device_mesh import DeviceMesh

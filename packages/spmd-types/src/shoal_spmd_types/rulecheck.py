@@ -364,7 +364,7 @@ def _has_one_axis_per_dim(placement: RuleCheckPlacement) -> bool:
 
 def _simulate_ranks(mesh: DeviceMesh, run: Callable[[DeviceMesh], Any]) -> list[Any]:
     """Run a function on all ranks of a mesh, and return the results by rank."""
-    # imported here, because `shoal_dtensor.testing` loads all sharding rules
-    from shoal_dtensor.testing import simulate_ranks
+    # imported here because few programs need the lab
+    from shoal_mesh.lab import simulate_ranks
 
     return simulate_ranks(mesh, run)

@@ -3,10 +3,15 @@
 May import: _torch, dispatch, layout, redistribute, rng, rules.
 """
 
-from shoal_mesh.testing import RandomStates
+from shoal_mesh.lab import (
+    RandomStates,
+    ThreadMesh,
+    on_threads,
+    simulate_ranks,
+    thread_meshes,
+)
 
 from .simulate import coordinates, deal, gather, global_value, local_shards, part_of, simulate
-from .thread_ranks import ThreadMesh, on_threads, simulate_ranks, thread_meshes
 from .validate import Report, validate
 
 __all__ = [

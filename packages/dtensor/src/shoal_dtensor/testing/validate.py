@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shoal_mesh.lab import Simulation, on_threads, thread_meshes
+
 from .._torch.operators import signature_of
 from .._torch.tensors import pytree
 from ..dispatch.assign import is_plain, placements_of, shard_dims
@@ -46,7 +48,6 @@ from ..rules.language.rule import (
     with_norms,
 )
 from .simulate import coordinates, deal, gather, part_of
-from .thread_ranks import Simulation, on_threads, thread_meshes
 
 Kernel = Callable[..., Any] | None
 # for each mesh axis, the sharding of its row's factor

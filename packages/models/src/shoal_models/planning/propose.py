@@ -332,8 +332,8 @@ def activation_bytes(model: nn.Module, plan: Plan, mesh: DeviceMesh, args: Any, 
         >>> activation_bytes(mlp, {}, abstract_mesh((1,)), (torch.randn(8, 10),), {})
         832
     """
-    # imported here because only this function needs it, and the import is slow
-    from shoal_dtensor.testing import simulate_ranks
+    # imported here because few programs need the lab
+    from shoal_mesh.lab import simulate_ranks
 
     def count_on_one_rank(view: DeviceMesh) -> int:
         module = _copy_without_values(model)

@@ -251,8 +251,8 @@ def try_plan(
 @contextmanager
 def _kept_random_states() -> Iterator[None]:
     """Restore the states of the generators of torch, Python and NumPy after the block."""
-    # imported here because it takes longer to import than the whole layer
-    from shoal_dtensor.testing import RandomStates
+    # imported here because few programs need the lab
+    from shoal_mesh.lab import RandomStates
 
     states = RandomStates.capture()
     try:
@@ -287,8 +287,8 @@ def _compare_runs(plain: nn.Module, plan: Plan, mesh: DeviceMesh, inputs: _Input
             return _run_module(module, inputs)
 
     try:
-        # imported here because it takes longer to import than the whole layer
-        from shoal_dtensor.testing import simulate_ranks
+        # imported here because few programs need the lab
+        from shoal_mesh.lab import simulate_ranks
 
         results = simulate_ranks(mesh, run_on_one_rank)
     # any error that the model raises is a finding
@@ -370,8 +370,8 @@ def _vary_constants(module: nn.Module) -> None:
 
 @torch.enable_grad()
 def _run_module(module: nn.Module, inputs: _Inputs) -> _Results:
-    # imported here because it takes longer to import than the whole layer
-    from shoal_dtensor.testing import RandomStates
+    # imported here because few programs need the lab
+    from shoal_mesh.lab import RandomStates
 
     RandomStates.seed(0)
     leaves: list[Tensor] = []

@@ -1,9 +1,10 @@
-"""Covers: `simulate_ranks` of testing/thread_ranks.py."""
+"""Covers: lab/simulated_ranks.py."""
 
 from __future__ import annotations
 
 import os
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,10 +12,51 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal_dtensor import Partial, Shard, distribute_tensor
-from shoal_dtensor.testing import simulate_ranks
 from shoal_mesh import DeviceMesh, _torch, abstract_mesh, all_gather, all_reduce
+from shoal_mesh.errors import DeadlockError
+from shoal_mesh.lab import on_threads, simulate_ranks, thread_meshes
 from shoal_mesh.testing import rank_pool
+
+
+def test_communicators_know_their_ranks() -> None:
+    meshes = thread_meshes((2, 2))
+    assert [mesh.comm(0).ranks for mesh in meshes] == [(0, 2), (1, 3), (0, 2), (1, 3)]
+    assert [mesh.comm((1, 0)).ranks for mesh in meshes] == [(0, 2, 1, 3)] * 4
+
+
+def test_every_rank_begins_with_the_seed() -> None:
+    meshes = thread_meshes((2,))
+    for seed in (0, 5):
+        expected = torch.rand(3, generator=torch.Generator().manual_seed(seed))
+        for drawn in on_threads([partial(torch.rand, 3)] * 2, meshes, seed):
+            assert torch.equal(drawn, expected)
+
+
+def test_ranks_that_wait_for_each_other_in_different_groups_fail_at_once() -> None:
+    def reduced(mesh: DeviceMesh) -> Tensor:
+        return all_reduce(torch.ones(1), (mesh, mesh.get_rank() % 2))
+
+    meshes = thread_meshes((2, 2))
+    with pytest.raises(DeadlockError, match=r"rank 1: waits in all_reduce .* needs rank 0"):
+        on_threads([partial(reduced, mesh) for mesh in meshes], meshes)
+    assert (
+        on_threads([partial(all_reduce, torch.ones(1), (mesh, 0)) for mesh in meshes], meshes)
+        == [2.0] * 4
+    )
+
+
+def test_a_collective_outside_of_a_run_is_an_error_before_and_after_it() -> None:
+    """It waited for ever: no other rank comes."""
+    meshes = thread_meshes((2,))
+
+    def reduce(mesh: DeviceMesh) -> Tensor:
+        return all_reduce(torch.ones(()), (mesh, 0))
+
+    for _ in range(2):
+        with pytest.raises(DeadlockError, match="outside of a run"):
+            reduce(meshes[0])
+        results = on_threads([partial(reduce, mesh) for mesh in meshes], meshes)
+        assert [result.item() for result in results] == [2.0, 2.0]
 
 
 def test_ranks_of_several_axes_meet_along_each() -> None:
@@ -53,28 +95,6 @@ def test_an_error_of_one_rank_ends_all() -> None:
 def test_views_of_two_simulations_are_not_equal() -> None:
     first, second = (simulate_ranks(abstract_mesh((2,)), lambda mesh: mesh)[0] for _ in range(2))
     assert first == first and first != second  # equality is the test
-
-
-@pytest.mark.parametrize("source", [0, None])
-def test_a_program_of_dtensors_runs_forward_and_backward(source: int | None) -> None:
-    whole = torch.randn(5, 3, dtype=torch.float64)
-
-    def run(mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
-        with torch.enable_grad():
-            x: Any = distribute_tensor(
-                whole, mesh, [Shard(0), Shard(1)], src_data_rank=source
-            ).requires_grad_()
-            partial = distribute_tensor(whole, mesh, [Partial(), Shard(0)], src_data_rank=source)
-            total: Any = ((x @ x.t()).sum() * 2 + (partial * x).sum()).full_tensor()
-            total.backward()
-        return total.detach(), x.grad.full_tensor()
-
-    leaf = whole.clone().requires_grad_()
-    expected = (leaf @ leaf.t()).sum() * 2 + (whole * leaf).sum()
-    expected.backward()  # type: ignore[no-untyped-call]  # torch gives it no types
-    for total, gradient in simulate_ranks(abstract_mesh((2, 3)), run):
-        torch.testing.assert_close(total, expected.detach())
-        torch.testing.assert_close(gradient, leaf.grad)
 
 
 def state_of_process() -> list[Any]:

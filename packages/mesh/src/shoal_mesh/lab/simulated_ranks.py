@@ -1,8 +1,8 @@
 """Ranks as threads of one process that can communicate without process groups.
 
-Each rank has a view of an abstract mesh. The groups of the view belong to the scheduler of
-`shoal_mesh.testing.lab` on threads, without a default group. The state of c10d in this process is
-neither read nor changed, so plans can be tried inside a running job.
+Each rank has a view of an abstract mesh. The groups of the view belong to the scheduler of a lab on
+threads, without a default group. The state of c10d in this process is neither read nor changed, so
+plans can be tried inside a running job.
 """
 
 from __future__ import annotations
@@ -15,17 +15,15 @@ from typing import TypeVar
 
 import torch
 
-from shoal_mesh import Comm, DeviceMesh, abstract_mesh
-from shoal_mesh.internal import accelerator
-from shoal_mesh.testing import (
-    Conductor,
-    GroupKey,
-    LabGroup,
-    RandomStates,
-    RankFacts,
-    ThreadLink,
-    run_on_threads,
-)
+from ..accelerator import accelerator
+from ..groups.process_groups import Comm
+from ..mesh.create import abstract_mesh
+from ..mesh.device_mesh import DeviceMesh
+from .c10d.group import LabGroup
+from .c10d.link import RankFacts
+from .isolation.threads import Conductor, ThreadLink, run_on_threads
+from .rank_state import RandomStates
+from .scheduling.posted_calls import GroupKey
 
 T = TypeVar("T")
 
@@ -144,11 +142,11 @@ def simulate_ranks(mesh: DeviceMesh, run: Callable[[DeviceMesh], T]) -> list[T]:
         Exception: the exception of `run` on some rank.
 
     Example:
-        >>> from shoal_dtensor import Shard, distribute_tensor
+        >>> from shoal_mesh import all_reduce
         >>> def program(mesh: DeviceMesh) -> torch.Tensor:
-        ...     return distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]).sum().full_tensor()
-        >>> simulate_ranks(abstract_mesh((2,)), program)
-        [tensor(6.), tensor(6.)]
+        ...     return all_reduce(torch.tensor(mesh.get_rank()), (mesh, 0))
+        >>> simulate_ranks(abstract_mesh((4,)), program)
+        [tensor(6), tensor(6), tensor(6), tensor(6)]
     """
     views = thread_meshes(mesh.shape, mesh.mesh_dim_names)
     return on_threads([partial(run, view) for view in views], views)
