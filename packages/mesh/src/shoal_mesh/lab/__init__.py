@@ -4,7 +4,7 @@
 c10d. Library code that tries a plan imports it from here, inside functions, because few programs
 need the lab.
 
-May import: _torch, accelerator, argument_types, errors, groups, local_ranks, mesh, watch.
+May import: _torch, argument_types, errors, groups, local_ranks, mesh, watch.
 """
 
 from .rank_state import RandomStates

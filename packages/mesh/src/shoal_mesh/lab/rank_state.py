@@ -67,11 +67,24 @@ class RandomStates(NamedTuple):
         Args:
             seed: the seed.
         """
-        torch.manual_seed(seed)
+        seed_torch(seed)
         random.seed(seed)
         numpy: Any = sys.modules.get("numpy")
         if numpy is not None:
             numpy.random.seed(seed)
+
+
+def seed_torch(seed: int) -> None:
+    """Seed torch's default generators of all devices.
+
+    Args:
+        seed: the seed.
+    """
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:
+        # `torch.manual_seed` would format a stack trace (0.3 ms), for a device that is used later
+        torch.default_generator.manual_seed(seed)
 
 
 class RankState(NamedTuple):

@@ -15,14 +15,13 @@ from typing import TypeVar
 
 import torch
 
-from ..accelerator import accelerator
 from ..groups.process_groups import Comm
 from ..mesh.create import abstract_mesh
 from ..mesh.device_mesh import DeviceMesh
 from .c10d.group import LabGroup
 from .c10d.link import RankFacts
 from .isolation.threads import Conductor, ThreadLink, run_on_threads
-from .rank_state import RandomStates
+from .rank_state import RandomStates, seed_torch
 from .scheduling.posted_calls import GroupKey
 
 T = TypeVar("T")
@@ -179,12 +178,10 @@ def on_threads(
     """
     simulation = Simulation.of(meshes[0])
     simulation.begin()
-    # Without an accelerator, seed the CPU's generator alone, which formats no stack trace.
-    set_seed = torch.manual_seed if accelerator() else torch.default_generator.manual_seed
 
     def run(function: Callable[[], T]) -> T:
         with torch.no_grad():
-            set_seed(seed)
+            seed_torch(seed)
             return function()
 
     works = [partial(run, function) for function in functions]
