@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shoal_mesh.lab import Simulation, on_threads, thread_meshes
+from shoal_mesh.lab import Simulation, thread_meshes
 
 from .._torch.operators import signature_of
 from .._torch.tensors import pytree
@@ -304,7 +304,7 @@ class CallTrial:
             inputs = specs[: len(self.tensors)]
             calls.append(LocalCall(self.call, inputs, specs[len(self.tensors) :]))
         declared = {axis for axis, row in enumerate(rows) if row.traffic is not None}
-        problems = self._run_on_ranks(calls, terms, meshes, communicates=bool(declared))
+        problems = self._run_on_ranks(calls, terms, simulation, communicates=bool(declared))
         used = {axis for ranks in simulation.used_groups for axis in simulation.axes_of(ranks)}
         undeclared = used - declared
         if undeclared:
@@ -325,7 +325,7 @@ class CallTrial:
         self,
         calls: Sequence[LocalCall],
         terms: Sequence[Any],
-        meshes: Sequence[Any],
+        simulation: Simulation,
         *,
         communicates: bool,
     ) -> list[str]:
@@ -333,7 +333,7 @@ class CallTrial:
         functions = [partial(self._run_local, call, terms, communicates) for call in calls]
         try:
             if communicates:
-                results = on_threads(functions, meshes, SEED, self.threads)
+                results = simulation.run(functions, SEED, self.threads)
             else:
                 results = [_alone(function) for function in functions]
             return [*self._problems(results, calls[0])]

@@ -32,17 +32,17 @@ class Simulation:
 
     Args:
         shape: shape of the mesh.
-        names: names of the mesh axes.
+        names: names of the mesh axes; None for a mesh without names.
 
     Attributes:
         shape: shape of the mesh.
-        names: names of the mesh axes.
+        names: names of the mesh axes, or None.
         links: the link of each rank.
     """
 
     def __init__(self, shape: Sequence[int], names: Sequence[str] | None) -> None:
         self.shape: tuple[int, ...] = tuple(shape)
-        self.names: Sequence[str] = names or [*map(str, range(len(shape)))]
+        self.names: Sequence[str] | None = names
         size = prod(self.shape)
         conductor = Conductor(size)
         self.links = [ThreadLink(RankFacts(rank, size), conductor) for rank in range(size)]
@@ -52,11 +52,13 @@ class Simulation:
         """The ranks of groups in which the last run started a collective."""
         return self.links[0].conductor.used_groups
 
-    def begin(self) -> None:
-        """Prepare another run, in which no rank has run yet."""
-        conductor = Conductor(len(self.links))
-        for link in self.links:
-            link.join(conductor)
+    def views(self) -> list[DeviceMesh]:
+        """Return each rank's view of the mesh, row-major."""
+        views = []
+        for rank in range(len(self.links)):
+            connect = partial(self.connect, rank)
+            views.append(abstract_mesh(self.shape, self.names, rank=rank, connect=connect))
+        return views
 
     def connect(self, rank: int, ranks: tuple[int, ...]) -> Comm:
         """Return the communicator of a rank among these ranks.
@@ -65,7 +67,8 @@ class Simulation:
             rank: the rank.
             ranks: the ranks of the group, in the order of the group.
         """
-        axes = [self.names[axis] for axis in self.axes_of(ranks)]
+        names = self.names or [*map(str, range(len(self.shape)))]
+        axes = [names[axis] for axis in self.axes_of(ranks)]
         return Comm(
             SimulatedGroup(self, rank, ranks),
             name="threads",
@@ -95,6 +98,24 @@ class Simulation:
         assert isinstance(group, SimulatedGroup), "a view of `thread_meshes`"
         return group.simulation
 
+    def run(
+        self, functions: Sequence[Callable[[], T]], seed: int = 0, threads: Executor | None = None
+    ) -> list[T]:
+        """Return the results of functions that run on the ranks; see `on_threads`."""
+        # In another run no rank has run yet.
+        conductor = Conductor(len(self.links))
+        for link in self.links:
+            link.join(conductor)
+
+        def run_seeded(function: Callable[[], T]) -> T:
+            with torch.no_grad():
+                seed_torch(seed)
+                return function()
+
+        works = [partial(run_seeded, function) for function in functions]
+        states = [RandomStates.capture()] * len(works)
+        return run_on_threads(works, self.links, states, threads)
+
 
 class SimulatedGroup(LabGroup):
     """The group of one rank of a simulation.
@@ -122,12 +143,7 @@ def thread_meshes(shape: Sequence[int], names: Sequence[str] | None = None) -> l
         shape: shape of the mesh.
         names: names of the mesh axes.
     """
-    connect = Simulation(shape, names).connect
-    views = []
-    for rank in range(prod(shape)):
-        view = abstract_mesh(shape, names, rank=rank, connect=partial(connect, rank))
-        views.append(view)
-    return views
+    return Simulation(shape, names).views()
 
 
 def simulate_ranks(mesh: DeviceMesh, run: Callable[[DeviceMesh], T]) -> list[T]:
@@ -147,8 +163,8 @@ def simulate_ranks(mesh: DeviceMesh, run: Callable[[DeviceMesh], T]) -> list[T]:
         >>> simulate_ranks(abstract_mesh((4,)), program)
         [tensor(6), tensor(6), tensor(6), tensor(6)]
     """
-    views = thread_meshes(mesh.shape, mesh.mesh_dim_names)
-    return on_threads([partial(run, view) for view in views], views)
+    simulation = Simulation(mesh.shape, mesh.mesh_dim_names)
+    return simulation.run([partial(run, view) for view in simulation.views()])
 
 
 def on_threads(
@@ -176,14 +192,4 @@ def on_threads(
         >>> on_threads(sums, meshes)
         [tensor([2., 2.]), tensor([2., 2.])]
     """
-    simulation = Simulation.of(meshes[0])
-    simulation.begin()
-
-    def run(function: Callable[[], T]) -> T:
-        with torch.no_grad():
-            seed_torch(seed)
-            return function()
-
-    works = [partial(run, function) for function in functions]
-    states = [RandomStates.capture()] * len(works)
-    return run_on_threads(works, simulation.links, states, threads)
+    return Simulation.of(meshes[0]).run(functions, seed, threads)
