@@ -10,7 +10,7 @@ from shoal_mesh.errors import DeadlockError, MeshError
 from shoal_mesh.lab.scheduling.meetings import Answer, RankTask, Ticket
 from shoal_mesh.lab.scheduling.posted_calls import ANY, GroupKey, Meta, PostedCall
 from shoal_mesh.lab.scheduling.scheduler import Scheduler
-from shoal_mesh.lab.scheduling.shared_values import StoreRequest
+from shoal_mesh.lab.scheduling.store_request import StoreRequest
 
 META = Meta((2,), torch.float32)
 

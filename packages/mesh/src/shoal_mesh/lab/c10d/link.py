@@ -22,7 +22,7 @@ from ... import _torch
 from ...errors import MeshError
 from ...watch.recorder import LIBRARIES
 from ..scheduling.posted_calls import Frame, GroupKey, PostedCall
-from ..scheduling.shared_values import StoreRequest
+from ..scheduling.store_request import StoreRequest
 
 # the name of the thread's object (`_torch.thread_object`)
 _KEY = "shoal_mesh.lab"

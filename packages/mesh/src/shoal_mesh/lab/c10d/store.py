@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..._torch import Store
-from ..scheduling.shared_values import StoreRequest
+from ..scheduling.store_request import StoreRequest
 from .link import SchedulerLink, program_frames
 
 

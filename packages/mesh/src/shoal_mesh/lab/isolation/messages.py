@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ..scheduling.posted_calls import PostedCall
-from ..scheduling.shared_values import StoreRequest
+from ..scheduling.store_request import StoreRequest
 from .arena import Packet
 
 # Kinds of replies. INPUTS: the tensors of the members. REDUCE: the same, for the rank that has to

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..c10d.link import PendingCall, RankFacts, SchedulerLink
 from ..c10d.values import copy_message, deliver, totals_of
 from ..scheduling.posted_calls import Meta, PostedCall
-from ..scheduling.shared_values import StoreRequest
+from ..scheduling.store_request import StoreRequest
 from .arena import Arena, Packet
 from .messages import (
     REDUCE,

@@ -22,7 +22,7 @@ from ..rank_state import RandomStates, RankState
 from ..scheduling.meetings import Answer, Meeting, RankTask, Ticket, next_number
 from ..scheduling.posted_calls import PostedCall
 from ..scheduling.scheduler import Scheduler
-from ..scheduling.shared_values import StoreRequest
+from ..scheduling.store_request import StoreRequest
 
 T = TypeVar("T")
 State = RandomStates | RankState

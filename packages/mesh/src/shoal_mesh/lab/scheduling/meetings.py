@@ -12,7 +12,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from .posted_calls import PostedCall, misfit
-from .shared_values import StoreRequest
+from .store_request import StoreRequest
 
 
 class RankTask(NamedTuple):

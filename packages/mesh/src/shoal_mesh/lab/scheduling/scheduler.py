@@ -29,7 +29,7 @@ from ...errors import DeadlockError, LockstepError, MeshError, PeerError
 from .meetings import Answer, Meeting, OpenRequest, RankTask, Ticket, misfit_of
 from .posted_calls import ANY, POINT_TO_POINT, GroupKey, PostedCall, disagreement
 from .reports import RankReport, deadlock_text, mismatch_text, victim_text
-from .shared_values import SharedValues, StoreRequest
+from .store_request import StoreRequest
 
 # So many polls (`is_completed`) in a row that return False, without progress of any rank, count as
 # a deadlock.
@@ -88,7 +88,8 @@ class Scheduler:
         # whether all requests that can be decided are decided together, and not one at a time
         self._decides_all = width is None and not order
         self._on_complete = on_complete or (lambda meeting: None)
-        self._stores = SharedValues()
+        # values of all stores, by key
+        self._stored: dict[str, bytes] = {}
         # collectives that are not complete, by group and number of the collective
         self._meetings: dict[tuple[GroupKey, int], Meeting] = {}
         # sends that are not received, and receives without a send
@@ -353,7 +354,7 @@ class Scheduler:
     def _can_decide(self, task: RankTask) -> bool:
         request = self._open[task]
         if request.store is not None:
-            return self._stores.can_answer(request.store)
+            return request.store.has_answer(self._stored)
         ticket = request.ticket
         assert ticket is not None, "a request has a ticket or a store"
         return request.kind == "poll" or bool(self._sources_of(ticket))
@@ -377,8 +378,8 @@ class Scheduler:
             self._match_any(ticket)
 
     def _decide_store(self, task: RankTask, request: StoreRequest) -> None:
-        if self._stores.can_answer(request):
-            value = self._stores.answer(request)
+        if request.has_answer(self._stored):
+            value = request.carry_out(self._stored)
             self._vain_polls = 0
             self._make_ready(task, value)
             self._wake_threads()
