@@ -75,18 +75,20 @@ class RankFacts:
     generations: dict[GroupKey, int] = field(default_factory=dict)
 
 
+@dataclass(eq=False, repr=False)
 class SchedulerLink(ABC):
     """The connection of one rank to the scheduler.
 
-    Args:
+    Attributes:
         facts: the place of the rank.
+        stores: the stores of the rank. C++ has no reference to the Python object of a store, which
+            this list keeps alive.
     """
 
-    def __init__(self, facts: RankFacts) -> None:
-        self.facts = facts
-        # keeps stores alive: C++ has no reference to the Python object of a store
-        self.stores: list[Any] = []
-        self._started: dict[GroupKey, int] = {}
+    facts: RankFacts
+    stores: list[Any] = field(default_factory=list, init=False)
+    # how many collectives the rank has started in each group
+    _started: dict[GroupKey, int] = field(default_factory=dict, init=False)
 
     @abstractmethod
     def post(

@@ -62,6 +62,7 @@ def _groups_of_rank() -> Groups | None:
     return link.groups if isinstance(link, RankLink) else None
 
 
+@dataclass(eq=False, repr=False)
 class RankLink(ThreadLink):
     """The link of a rank on a thread that has groups of its own.
 
@@ -69,9 +70,7 @@ class RankLink(ThreadLink):
         groups: its groups.
     """
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.groups = Groups()
+    groups: Groups = field(default_factory=Groups, init=False)
 
 
 _ORDINARY = type(_torch.WORLDS)

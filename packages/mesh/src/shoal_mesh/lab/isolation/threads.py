@@ -10,13 +10,14 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ...errors import DeadlockError, PeerError
-from ..c10d.link import PendingCall, RankFacts, SchedulerLink, current_link, enter_thread
+from ..c10d.link import PendingCall, SchedulerLink, current_link, enter_thread
 from ..c10d.values import copy_message, deliver, totals_of
 from ..rank_state import RandomStates, RankState
 from ..scheduling.meetings import Answer, Meeting, RankTask, Ticket, next_number
@@ -179,17 +180,15 @@ def _value_of(answer: Answer) -> Any:
     return answer.value
 
 
+@dataclass(eq=False, repr=False)
 class ThreadLink(SchedulerLink):
     """The link of a rank on a thread.
 
-    Args:
-        facts: the place of the rank.
+    Attributes:
         conductor: the turns of all ranks.
     """
 
-    def __init__(self, facts: RankFacts, conductor: Conductor) -> None:
-        super().__init__(facts)
-        self.conductor = conductor
+    conductor: Conductor
 
     def join(self, conductor: Conductor) -> None:
         """Take part in another run, whose collectives are counted from the start.
