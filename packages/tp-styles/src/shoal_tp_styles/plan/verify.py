@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal_context_parallel.internal import ContextOptions
-from shoal_dtensor import full_tensor
+from shoal_dtensor import DTensor
 from shoal_dtensor.errors import PlanError, StyleError
 from shoal_dtensor.internal import check_types, draws_now, find_drawing_modules, holds_tensors
 from shoal_mesh import DeviceMesh, abstract_mesh
@@ -386,11 +386,11 @@ def _run_module(module: nn.Module, inputs: _Inputs) -> _Results:
 
     args = map_tensors(copy_input, inputs.args)
     kwargs = map_tensors(copy_input, inputs.kwargs)
-    outputs = list(_tensors(module(*args, **kwargs)))
+    outputs = list(_whole_tensors(module(*args, **kwargs)))
     loss = torch.zeros((), dtype=torch.double, device="cpu")
     for output in outputs:
         if output.requires_grad and output.is_floating_point():
-            loss = loss + full_tensor(output).square().sum()
+            loss = loss + output.square().sum()
     if loss.requires_grad:
         torch.autograd.backward(loss)
     plain_module(module)
@@ -402,7 +402,7 @@ def _run_module(module: nn.Module, inputs: _Inputs) -> _Results:
         else:
             frozen.append(name)
     return _Results(
-        outputs=[full_tensor(output.detach()) for output in outputs],
+        outputs=[output.detach() for output in outputs],
         grads=grads,
         input_grads=[leaf.grad for leaf in leaves],
         frozen=frozenset(frozen),
@@ -420,14 +420,17 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     return value
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
+def _whole_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in the output of a model; a DTensor as its whole tensor."""
+    if isinstance(value, DTensor):
+        yield value.full_tensor()
+    elif isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
-        yield from _tensors([*value.values()])
+        yield from _whole_tensors([*value.values()])
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors(item)
+            yield from _whole_tensors(item)
 
 
 def _differences(results: list[_Results], expected: _Results, mesh: DeviceMesh) -> Iterator[str]:
