@@ -21,7 +21,7 @@ from ..mesh.device_mesh import DeviceMesh
 from .c10d.group import LabGroup
 from .c10d.link import RankFacts
 from .isolation.threads import Conductor, ThreadLink, run_on_threads
-from .rank_state import RandomStates, seed_torch
+from .rank_state import seed_torch
 from .scheduling.posted_calls import GroupKey
 
 T = TypeVar("T")
@@ -113,8 +113,7 @@ class Simulation:
                 return function()
 
         works = [partial(run_seeded, function) for function in functions]
-        states = [RandomStates.capture()] * len(works)
-        return run_on_threads(works, self.links, states, threads)
+        return run_on_threads(works, self.links, threads=threads)
 
 
 class SimulatedGroup(LabGroup):

@@ -252,7 +252,7 @@ def settle(pending: PendingCall, ticket: Ticket) -> None:
 def run_on_threads(
     functions: Sequence[Callable[[], T]],
     links: Sequence[ThreadLink],
-    states: Sequence[State],
+    states: Sequence[State] | None = None,
     threads: Executor | None = None,
 ) -> list[T]:
     """Return the results of functions that run on the ranks of a conductor.
@@ -260,7 +260,7 @@ def run_on_threads(
     Args:
         functions: one for each rank.
         links: the links of the ranks, all of one conductor.
-        states: the first state of each rank.
+        states: the first state of each rank; the present state for all of them when left out.
         threads: an executor that runs all of the functions at a time; new threads for this call
             when left out.
 
@@ -269,6 +269,7 @@ def run_on_threads(
     """
     conductor = links[0].conductor
     before = conductor.capture()
+    first_states = [before] * len(links) if states is None else states
 
     def run(rank: int) -> T:
         outer = current_link()
@@ -276,7 +277,7 @@ def run_on_threads(
         failed = True
         reason = "has failed"
         try:
-            conductor.start(rank, states[rank])
+            conductor.start(rank, first_states[rank])
             result = functions[rank]()
             failed = False
             reason = "has returned"
