@@ -29,7 +29,7 @@ BOUNDS = {
     "column linear, backward": (4, 4),
     "fully_shard unit, forward": (24, 36),
     "fully_shard unit, backward": (29, 45),
-    "verify": (34, 60),
+    "verify": (25, 44),
     "all-reduce": (8, 8),
 }
 

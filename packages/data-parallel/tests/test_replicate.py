@@ -1,6 +1,6 @@
 """`replicate` against one device, on real gloo ranks: values, gradients, collectives, faults.
 
-Covers: replicate.py, replica.py, gradient_buckets.py, forward_writes.py,
+Covers: replicate.py, replica.py, gradient_buckets.py, forward_writes.py, values_of_one_rank.py,
 registrations.py.
 """
 

@@ -34,8 +34,7 @@ from shoal_dtensor.internal import (
     watch_draws,
     with_methods,
 )
-from shoal_mesh import DeviceMesh, broadcast, current_mesh
-from shoal_mesh.internal import parts_like, positions_by_dtype
+from shoal_mesh import DeviceMesh, current_mesh
 
 from .fsdp_module import FSDPModule, refusing_methods_of_units
 from .fully_shard import check_modules, install_unit, mesh_of_all_ranks
@@ -58,6 +57,7 @@ from .parameters.policies import (
     OffloadPolicy,
 )
 from .parameters.sharded_parameters import Site, make_whole, shard_parameter
+from .parameters.values_of_one_rank import send_buffers, send_values
 from .units.gathered import ValueComparison
 from .units.unit import Unit
 from .units.unit_settings import UnitSettings
@@ -243,16 +243,8 @@ def _install_unit(unit: Unit, src_data_rank: int | None) -> None:
     for module in unit.modules:
         check_same_on_data_axes("replicate", module.named_parameters(), unit.axes)
         tensors += module.buffers()
-    _send_values(tensors, unit.axes, src_data_rank)
+    send_values(tensors, unit.axes, src_data_rank)
     install_unit(unit, ReplicatedUnitModule)
-
-
-def _send_values(tensors: Iterable[Tensor], axes: DataAxes, src_data_rank: int | None) -> None:
-    """Send the parameters and buffers of one data-parallel rank to all; None leaves them."""
-    for tensor in tensors:
-        local = local_of(tensor).detach()
-        if src_data_rank is not None and not local.is_meta:
-            local.copy_(broadcast(local.contiguous(), axes.comm, src_data_rank))
 
 
 def _install(state: Replicas, module: Any, src_data_rank: int | None) -> None:
@@ -260,7 +252,7 @@ def _install(state: Replicas, module: Any, src_data_rank: int | None) -> None:
     state.check()
     check_same_on_data_axes("replicate", module.named_parameters(), axes)
     tensors = [*state.held_parameters(), *module.buffers()]
-    _send_values(tensors, axes, src_data_rank)
+    send_values(tensors, axes, src_data_rank)
     # Shards are not sent later: random operators fill a DTensor as on one device.
     if not axes.num_sharding_axes and any(local_of(tensor).is_meta for tensor in tensors):
         state.awaited_rank = src_data_rank
@@ -488,7 +480,7 @@ class Replicas(Reducer):
         self._show_replicas(True)
         self._watch_writes()
         if self.broadcast_buffers and self.syncs:
-            self._send_buffers()
+            send_buffers(self.module, self.axes)
 
     def end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """End a forward, and have its outputs begin the backward pass; a hook.
@@ -569,18 +561,7 @@ class Replicas(Reducer):
         if rank is None or self.axes.mesh.device_type == "meta":
             return
         self.awaited_rank = None
-        _send_values((*self.held_parameters(), *self.module.buffers()), self.axes, rank)
-
-    @torch.no_grad()
-    def _send_buffers(self) -> None:
-        """Copy the buffers of the first data-parallel rank to the others, one message per dtype."""
-        buffers = [local_of(buffer) for buffer in self.module.buffers()]
-        for positions in positions_by_dtype([buffer.dtype for buffer in buffers]):
-            same_dtype = [buffers[i] for i in positions]
-            packed = torch.cat([buffer.flatten() for buffer in same_dtype])
-            received = broadcast(packed, self.axes.comm)
-            for buffer, values in zip(same_dtype, parts_like(received, same_dtype), strict=True):
-                buffer.copy_(values)
+        send_values((*self.held_parameters(), *self.module.buffers()), self.axes, rank)
 
     @torch.no_grad()
     def gather(self) -> None:
