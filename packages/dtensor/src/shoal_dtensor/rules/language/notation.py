@@ -105,7 +105,7 @@ def _spread_all(
     operands: Sequence[tuple[Dim, ...]], tensors: Sequence[TensorMeta], pattern: Pattern
 ) -> list[list[Dim]]:
     pairs = zip(operands, tensors, strict=True)
-    return [_spread(dims, tensor.ndim, pattern) for dims, tensor in pairs]
+    return [_spread(dims, len(tensor.shape), pattern) for dims, tensor in pairs]
 
 
 def factor_rows(
