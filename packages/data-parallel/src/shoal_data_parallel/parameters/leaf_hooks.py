@@ -1,20 +1,18 @@
-"""Replaced methods and hooks of parameters, for the time of a forward or a backward.
+"""Replaced methods of the tensors that modules hold in place of parameters in a forward.
 
 In a forward or a backward, modules hold tensors that are computed from the parameters: the gathered
-tensors of a unit, or the views of replicas. These tensors are not leaves of autograd. Users' code
-may call `requires_grad_` on them, and may have registered hooks on the leaves.
+tensors of a unit, or the views of replicas. These tensors are not leaves of autograd, but users'
+code may call `requires_grad_` on them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal_dtensor import DTensor
-from shoal_dtensor.internal import accumulation_hooks
 
 from .sharded_parameters import ShardedParameter
 
@@ -81,38 +79,3 @@ def with_methods_of_dtensors(values: Any, leaf: Any) -> Any:
         for name in _OF_DTENSORS:
             setattr(values, name, getattr(leaf, name))
     return values
-
-
-class SilentHooks:
-    """Post-accumulate hooks of leaves without a gradient, removed until the end of a pass.
-
-    The backward of a unit is one autograd function with an edge to each leaf of the unit. Autograd
-    then runs the node of each leaf. The node calls the leaf's post-accumulate hooks, even if the
-    function has returned None for the leaf.
-    """
-
-    def __init__(self) -> None:
-        # by `id` of the leaf: the leaf, and the hooks that were removed from it
-        self._removed: dict[int, tuple[nn.Parameter, dict[int, Callable[..., Any]]]] = {}
-        # `id` of the leaves that have got a gradient in the pass
-        self._with_gradient: set[int] = set()
-
-    def silence(self, leaf: nn.Parameter) -> None:
-        """Remove the hooks of a leaf until the pass is over, unless it has got a gradient."""
-        hooks = accumulation_hooks(leaf) or {}
-        if hooks and id(leaf) not in self._with_gradient:
-            self._removed[id(leaf)] = leaf, dict(hooks)
-            # autograd holds this very dict
-            hooks.clear()
-
-    def enable(self, leaf: nn.Parameter) -> None:
-        """Give a leaf its hooks back, because it gets a gradient: autograd is to call them."""
-        self._with_gradient.add(id(leaf))
-        _, hooks = self._removed.pop(id(leaf), (leaf, {}))
-        if hooks:
-            accumulation_hooks(leaf).update(hooks)
-
-    def restore(self) -> None:
-        """Give all leaves their hooks back."""
-        for leaf, _ in list(self._removed.values()):
-            self.enable(leaf)

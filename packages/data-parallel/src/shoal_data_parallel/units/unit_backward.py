@@ -7,16 +7,17 @@ it returns kept gradients to their groups.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal_dtensor import DTensor
 from shoal_dtensor.errors import StyleError
 from shoal_dtensor.internal import (
     GradRoute,
+    accumulation_hooks,
     first_order_only,
     grad_hooked,
     grad_route,
@@ -25,9 +26,43 @@ from shoal_dtensor.internal import (
 
 from ..gradients.placeholders import placeholder_for
 from ..gradients.reduction import GroupReduction, deliver, gradients_by_parameter
-from ..parameters.leaf_hooks import SilentHooks
 from .gathered import Views
 from .unit import Forward, Unit
+
+
+class SilentHooks:
+    """Post-accumulate hooks of leaves without a gradient, removed until the end of a pass.
+
+    The backward of a unit is one autograd function with an edge to each leaf of the unit. Autograd
+    then runs the node of each leaf. The node calls the leaf's post-accumulate hooks, even if the
+    function has returned None for the leaf.
+    """
+
+    def __init__(self) -> None:
+        # by `id` of the leaf: the leaf, and the hooks that were removed from it
+        self._removed: dict[int, tuple[nn.Parameter, dict[int, Callable[..., Any]]]] = {}
+        # `id` of the leaves that have got a gradient in the pass
+        self._with_gradient: set[int] = set()
+
+    def silence(self, leaf: nn.Parameter) -> None:
+        """Remove the hooks of a leaf until the pass is over, unless it has got a gradient."""
+        hooks = accumulation_hooks(leaf) or {}
+        if hooks and id(leaf) not in self._with_gradient:
+            self._removed[id(leaf)] = leaf, dict(hooks)
+            # autograd holds this very dict
+            hooks.clear()
+
+    def enable(self, leaf: nn.Parameter) -> None:
+        """Give a leaf its hooks back, because it gets a gradient: autograd is to call them."""
+        self._with_gradient.add(id(leaf))
+        _, hooks = self._removed.pop(id(leaf), (leaf, {}))
+        if hooks:
+            accumulation_hooks(leaf).update(hooks)
+
+    def restore(self) -> None:
+        """Give all leaves their hooks back."""
+        for leaf, _ in list(self._removed.values()):
+            self.enable(leaf)
 
 
 @dataclass(frozen=True, slots=True)
