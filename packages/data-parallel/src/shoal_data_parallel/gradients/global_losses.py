@@ -123,17 +123,6 @@ class DataCrossing:
     ranks_with_shards: Ranks
 
 
-def divisor_of(reducer: Reducer, sharing_ranks: int) -> float:
-    """Return the divisor of summed gradients.
-
-    It is the divisor that the user has set, and otherwise the number of losses. Example: 8 ranks in
-    groups of `sharing_ranks=2`, which share a loss, have 4 losses.
-    """
-    if reducer.divisor is not None:
-        return reducer.divisor
-    return reducer.axes.mesh.size() / sharing_ranks
-
-
 def count_sharing_ranks(reducer: Reducer) -> int:
     """Count the data-parallel ranks that share one loss in the passes that run.
 
@@ -290,8 +279,10 @@ def _summand(grad: Tensor, spec: Spec, reducer: Reducer) -> tuple[Tensor, Spec]:
         if placement.is_replicate() and data.issuperset(_along(spec.mesh, axis)):
             placements[axis] = Partial()
             holders *= spec.mesh.shape[axis]
-    # the reducer's divisor, which is for a sum of one gradient from each rank of `data`
-    divisor_of_all = divisor_of(reducer, count_sharing_ranks(reducer))
+    # the divisor of a sum of one gradient from each rank of `data`: by default the number of losses
+    divisor_of_all = reducer.divisor
+    if divisor_of_all is None:
+        divisor_of_all = len(data) / count_sharing_ranks(reducer)
     divisor = divisor_of_all * holders / len(data)
     return grad / divisor, spec.with_(placements=placements)
 

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from shoal_dtensor import Spec
 from shoal_dtensor.errors import StyleError
-from shoal_dtensor.internal import check_types, redistribute_shards
+from shoal_dtensor.internal import check_types, redistribute_shards, running_notes
 
 from ..parameters.data_axes import DataAxes
 from ..parameters.sharded_parameters import ShardedParameter
 from .communication import Communication
-from .global_losses import count_sharing_ranks, divisor_of
+from .global_losses import LossesOfPass, count_sharing_ranks
 from .reducer import Reducer
 
 # by index of the parameter: a gradient, or None if this pass has none
@@ -48,6 +48,7 @@ class Group(Reducer):
         self.name = name
         self.axes = axes
         # computed once, because every backward reads them
+        self.num_ranks = axes.mesh.size()
         self.has_replicas = axes.has_replicas
         self.num_leaf_shards = axes.num_leaf_shards
         # by parameter the local gradient of earlier passes, and its layout
@@ -81,7 +82,7 @@ class Group(Reducer):
         pass is over. The first gradient is copied itself, because autograd may pass one tensor to
         several parameters.
         """
-        self._check_same_loss(count_sharing_ranks(self))
+        self._check_same_loss(self._count_sharing_ranks())
         self.partially_accumulated = True
         local, spec = self.parameters[i].gradient(grad)
         if i in self.kept:
@@ -93,13 +94,25 @@ class Group(Reducer):
     def divide_by(self, *, adds: bool) -> float:
         """Return the divisor of summed gradients.
 
+        It is the divisor that the user has set, and otherwise the number of losses. Example: 8
+        ranks in groups of 2 that share a loss have 4 losses.
+
         Args:
             adds: whether the pass reduces gradients of its own. Their loss must be shared by as
                 many ranks as the loss of kept gradients.
         """
         if adds or not self.holds_gradients:
-            self._check_same_loss(count_sharing_ranks(self))
-        return divisor_of(self, self.kept_sharing_ranks)
+            self._check_same_loss(self._count_sharing_ranks())
+        if self.divisor is not None:
+            return self.divisor
+        return self.num_ranks / self.kept_sharing_ranks
+
+    def _count_sharing_ranks(self) -> int:
+        """Count the ranks that share the loss of the running backward."""
+        if not (self.is_on_data_axes or running_notes(LossesOfPass)):
+            # No gradient went from a DTensor to a plain tensor or back: each rank has its own loss.
+            return 1
+        return count_sharing_ranks(self)
 
     def _check_same_loss(self, ranks: int) -> None:
         if not self.holds_gradients:

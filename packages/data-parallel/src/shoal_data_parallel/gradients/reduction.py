@@ -199,7 +199,7 @@ class GroupReduction:
         communication = self.group.communication
         if dtype not in _HALF_TYPES or communication.reduce_scatter is not None:
             return False
-        is_small = self._divisor**2 < self.group.axes.mesh.size()
+        is_small = self._divisor**2 < self.group.num_ranks
         return self._has_two_stages or not (is_small or communication.sums_only)
 
     def _as_sent(self, layout: Spec) -> Spec:
@@ -223,7 +223,7 @@ class GroupReduction:
         group = self.group
         # As in torch, the collective averages, rather than the division afterwards, if the divisor
         # is the number of ranks and sums in the dtype do not overflow.
-        divides_by_ranks = self._divisor == group.axes.mesh.size()
+        divides_by_ranks = self._divisor == group.num_ranks
         cannot_overflow = {tensor.dtype for tensor in tensors} <= {torch.float32, torch.bfloat16}
         needs_sums = group.communication.sums_only or self.stops_at_replicas or self._scattered
         averages = divides_by_ranks and cannot_overflow and not needs_sums
@@ -282,7 +282,7 @@ class GroupReduction:
         row = flags.reshape(-1, count + group.extra_flags)[0]
         self.extra = row[count:]
         if self._averages(flags.dtype):
-            self.extra = self.extra * group.axes.mesh.size()
+            self.extra = self.extra * group.num_ranks
         # If this rank has all gradients, they all exist, and no flag has to be read.
         if not all(self._present) or self._scattered or self.stops_at_replicas:
             self._flags = row[:count]
@@ -303,7 +303,7 @@ class GroupReduction:
         """Divide sums by the divisor, and averages by its share of the number of ranks."""
         averages = [gradient for gradient in reduced if self._averages(gradient.dtype)]
         sums = [gradient for gradient in reduced if not self._averages(gradient.dtype)]
-        divisor_of_averages = self._divisor / self.group.axes.mesh.size()
+        divisor_of_averages = self._divisor / self.group.num_ranks
         if averages and divisor_of_averages != 1:
             divide_each(averages, divisor_of_averages)
         divisor_of_sums = self._divisor / self._averaged_over
