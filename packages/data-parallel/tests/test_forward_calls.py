@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -375,6 +375,21 @@ def test_transforms_are_those_of_one_device(how: str) -> None:
     # graphs that linearize has recorded hold each other, and gathered parameters
     for _ in range(2):
         gc.collect()
+
+
+@on_ranks(2)
+def test_transforms_run_while_gradients_are_kept() -> None:
+    data = mesh_of(2, 1)["data"]
+    torch.manual_seed(0)
+    plain: Any = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    model: Any = over_data(copy.deepcopy(plain), "units", data)
+    x = torch.randn(4, 6, dtype=torch.float64)
+    for module, keeps in ((plain, nullcontext()), (model, model.no_sync())):
+        with keeps:
+            inner = torch.func.grad(lambda t, module=module: module(t).tanh().sum())(x)
+            inner.square().sum().backward()
+        module(x).square().mean().backward()
+    same_gradients(plain, model)
 
 
 @on_ranks(2)

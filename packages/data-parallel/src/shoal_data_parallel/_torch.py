@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,28 +22,12 @@ outer_saved_tensors_hooks: Callable[[], tuple[Callable[..., Any], Callable[..., 
 # Divides each tensor of a list in place.
 divide_each = torch._foreach_div_
 
-# The innermost transform of torch.func that runs, and the recorder of operators; or None.
-_innermost_transform: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
-_recorder: Callable[[], object] = partial(
-    torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
-)
-
-
-def in_transform() -> bool:
-    """Return whether a transform of torch.func runs, or a recorder such as linearize's."""
-    return _innermost_transform() is not None or _recorder() is not None
-
 
 @contextmanager
 def outside_transforms() -> Iterator[None]:
     """Open a block in which no transform and no recorder sees operators."""
     with temporarily_clear_interpreter_stack(), _disable_current_modes():
         yield
-
-
-def unseen_by_transforms() -> AbstractContextManager[object]:
-    """Return `outside_transforms()` if a transform or a recorder runs, else an empty block."""
-    return outside_transforms() if in_transform() else nullcontext()
 
 
 def run_when_ready(node: Any) -> None:

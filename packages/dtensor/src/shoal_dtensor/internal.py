@@ -35,6 +35,7 @@ from ._torch.tensors import (
     dispatch_modes,
     gradient_hooks,
     in_backward,
+    in_transform,
     is_zero_without_memory,
     local_of,
     make_wrapper,

@@ -25,6 +25,7 @@ from shoal_dtensor.internal import (
     FakeTensor,
     eager_only,
     in_backward,
+    in_transform,
     is_compiling,
     is_zero_without_memory,
     local_shard,
@@ -37,11 +38,9 @@ from shoal_dtensor.internal import (
 from shoal_mesh.internal import observers
 
 from .._torch import (
-    in_transform,
     outer_saved_tensors_hooks,
     outside_transforms,
     run_when_ready,
-    unseen_by_transforms,
 )
 from ..gradients.equal_rows import warn_of_equal_rows
 from ..parameters.gathered_types import declare_whole
@@ -133,10 +132,12 @@ def _gather_before_forward(
         has_block = bool(open_blocks or observers)
         if has_block and unit.schedule.units[0] is unit:
             warn_of_equal_rows(module, args, kwargs, unit.axes.comm)
-        # Selective checkpointing must not save these collectives: a recomputation sends parameters
-        # that were prefetched in the first forward.
-        with unwatched():
-            scope.forward = _begin(unit)
+        # Tensors that are made inside of a transform of torch.func belong to it, and units keep the
+        # tensors that are gathered ahead. Selective checkpointing must not save these collectives:
+        # a recomputation sends parameters that were prefetched in the first forward.
+        private = in_transform()
+        with outside_transforms() if private else unwatched():
+            scope.forward = _begin(unit, private=private)
     if scope.forward is not None:
         guard = _guard_of(scope.forward)
         scope.exit_guard()
@@ -235,8 +236,8 @@ def _frees_in_evaluation(unit: Unit) -> bool:
 # --- the order of units ---------------------------------------------------------------------------
 
 
-def _begin(unit: Unit) -> Forward:
-    """Gather a unit whose forward begins.
+def _begin(unit: Unit, *, private: bool) -> Forward:
+    """Gather a unit whose forward begins, outside of all transforms.
 
     The units that the user has chosen start to gather, too; by default it is the unit that followed
     the last time.
@@ -250,10 +251,9 @@ def _begin(unit: Unit) -> Forward:
         schedule.begin_forward(unit)
         schedule.wait_for_optimizer()
         if unit is schedule.units[0]:
-            with unseen_by_transforms():
-                for one in schedule.units:
-                    one.start_to_update_replicas()
-    forward = enter(unit)
+            for one in schedule.units:
+                one.start_to_update_replicas()
+    forward = _enter(unit, private=private)
     forward.units = schedule.units
     if recomputing:
         return forward
@@ -264,12 +264,9 @@ def _begin(unit: Unit) -> Forward:
     following = unit.settings.prefetch_in_forward
     if following is None:
         following = schedule.next_last_time(unit)
-    # A transform of torch.func may run this forward. Tensors that are made inside of it belong to
-    # it, and the next unit keeps them.
-    with unseen_by_transforms():
-        for other in following:
-            for peer in other.peers:
-                peer.gather_ahead()
+    for other in following:
+        for peer in other.peers:
+            peer.gather_ahead()
     return forward
 
 
@@ -279,15 +276,19 @@ def _begin(unit: Unit) -> Forward:
 
 def enter(unit: Unit) -> Forward:
     """Gather, and expose the gathered parameters to the modules."""
-    if not in_transform():
-        return _enter(unit, private=False)
-    # The backward of a transform (torch.func.grad) has no hooks that would gather again, and the
-    # tensors that are made inside of it belong to it.
-    with outside_transforms():
-        return _enter(unit, private=True)
+    private = in_transform()
+    with outside_transforms() if private else nullcontext():
+        return _enter(unit, private=private)
 
 
 def _enter(unit: Unit, *, private: bool) -> Forward:
+    """Gather and expose, outside of all transforms.
+
+    Args:
+        unit: the unit.
+        private: whether a transform runs. Its backward (of torch.func.grad) has no hooks that would
+            gather again, so the forward gets copies of the gathered values, which stay.
+    """
     if unit.exposed is None:
         for parameter in unit.parameters:
             parameter.adopt()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from inspect import signature
 from operator import attrgetter
 from typing import Any
@@ -188,6 +189,15 @@ def types_are_checked() -> bool:
 
 # Tells whether a transform of torch.func runs.
 _transforms_run: Callable[[], bool] = torch._C._are_functorch_transforms_active
+# Returns the recorder of operators, such as the recorder of torch.func.linearize, or None.
+_recorder: Callable[[], object] = partial(
+    torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
+)
+
+
+def in_transform() -> bool:
+    """Tell whether a transform of torch.func runs, or a recorder such as linearize's."""
+    return _transforms_run() or _recorder() is not None
 
 
 def is_followed(tensor: torch.Tensor) -> bool:
