@@ -1,6 +1,6 @@
 """Training steps on fake tensors over real groups.
 
-Covers: shoal_data_parallel/{reduction,sharded_parameters}.py.
+Covers: shoal_data_parallel/{reduction,sharded_parameters,sharding}.py.
 """
 
 from __future__ import annotations

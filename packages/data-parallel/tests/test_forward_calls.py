@@ -2,7 +2,7 @@
 
 They are compared with one device, on gloo ranks.
 
-Covers: leaf_hooks.py, unit.py, unit_passes.py, equal_rows.py, written_values.py.
+Covers: sharded_parameters.py, unit.py, unit_passes.py, equal_rows.py, written_values.py.
 """
 
 from __future__ import annotations

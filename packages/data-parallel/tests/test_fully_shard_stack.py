@@ -2,7 +2,7 @@
 
 The tests run on real gloo ranks.
 
-Covers: {reduction,sharded_parameters,schedule}.py.
+Covers: {reduction,sharded_parameters,sharding,schedule}.py.
 """
 
 from __future__ import annotations

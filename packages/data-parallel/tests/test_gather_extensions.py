@@ -1,6 +1,6 @@
 """Parameters whose class chooses the gathered tensors.
 
-Covers: parameters/{gather_extensions,layout_move,shards_to_send}.py.
+Covers: parameters/{gather_extensions,layout_move,sharded_parameters}.py.
 """
 
 # mypy: allow-untyped-calls

@@ -56,7 +56,8 @@ from .parameters.policies import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
-from .parameters.sharded_parameters import Site, make_whole, shard_parameter
+from .parameters.sharded_parameters import Site
+from .parameters.sharding import make_whole, shard_parameter
 from .parameters.values_of_one_rank import send_buffers, send_values
 from .units.gathered import ValueComparison
 from .units.unit import Unit

@@ -36,9 +36,13 @@ from shoal_dtensor.internal import (
 from .._torch import run_when_ready
 from ..parameters.data_axes import DataAxes
 from ..parameters.leaf_checks import check_steps_in_backward
-from ..parameters.leaf_hooks import GradientSwitch, install_switch, with_methods_of_dtensors
-from ..parameters.sharded_parameters import ShardedParameter
-from ..parameters.shards_to_send import start_to_gather
+from ..parameters.sharded_parameters import (
+    GradientSwitch,
+    ShardedParameter,
+    install_switch,
+    start_to_gather,
+    with_methods_of_dtensors,
+)
 
 
 def weak_hook(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,13 +5,17 @@ A leaf is the parameter that the optimizer gets: a shard of a model's parameter.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 
 import torch.distributed as dist
+from torch import Tensor, nn
 
-from shoal_dtensor import Placement, Replicate, Shard
+from shoal_dtensor import Partial, Placement, Replicate, Shard, Spec, StridedShard
 from shoal_dtensor.errors import LayoutError
+from shoal_dtensor.internal import redistribute_shards, shard_sizes, slices_of
 from shoal_mesh import Comm, DeviceMesh
 from shoal_mesh.internal import OldAttribute
 
@@ -153,3 +157,163 @@ class DataAxes:
         # the sizes of one shard's leaves are next to each other
         sums = [sum(shard.sizes[start : start + replicas]) for start in starts]
         return Shard(shard.dim, sizes=sums)
+
+
+# --- layouts of parameters ------------------------------------------------------------------------
+
+
+def resting_and_gathered_layouts(
+    param: nn.Parameter, axes: DataAxes, inner: Spec | None, chosen: Shard | None
+) -> tuple[Spec, Spec]:
+    """Return the layout at rest, and the gathered layout.
+
+    At rest, the data axes shard the local tensors that the styles' axes have made.
+    """
+    if chosen is not None and not isinstance(chosen, Shard):
+        raise LayoutError(
+            f"shard_placement_fn: expected a Shard or None for each parameter, got {chosen!r}"
+        )
+    shard = (chosen or Shard(0)) if param.ndim else Replicate()  # a number stays replicated
+    placements = axes.placements(shard)
+    whole = [Replicate()] * axes.mesh.ndim
+    # a plain parameter with types is a shard of the shape of `inner`
+    shape = param.shape if inner is None else inner.shape
+    meta = shape, None, param.dtype
+    if inner is None:
+        order_of_axes = None
+        if axes.shards_over_replicas and isinstance(shard, Shard):
+            order_of_axes = ((shard.dim % param.ndim, axes.axes_of_leaves),)
+        return Spec(axes.mesh, placements, *meta, order_of_axes), Spec(axes.mesh, whole, *meta)
+    if inner.partials:
+        raise LayoutError(
+            "a partial parameter cannot be sharded over data axes; redistribute it first: "
+            f"{inner!r}"
+        )
+    shared = set(axes.mesh.axis_names) & set(inner.mesh.axis_names)
+    if shared:
+        raise LayoutError(
+            f"the parameter is placed on axes {inner.mesh.axis_names} already and cannot be "
+            f"sharded over the data axes {axes.mesh.axis_names}; use an axis for data or for "
+            "styles, not for both"
+        )
+    mesh = DeviceMesh.concatenate([axes.mesh, inner.mesh])
+    order: dict[int, tuple[int, ...]] = {}
+    for dim, sharding in inner.shard_order:
+        # the axes of the style come after the data axes
+        shifted = [axis + axes.mesh.ndim for axis in sharding]
+        order[dim] = tuple(shifted)
+    gathered = Spec(mesh, [*whole, *inner.placements], *meta, tuple(order.items()))
+    if isinstance(shard, Shard):
+        dim = shard.dim % len(inner.shape)
+        order[dim] = (*order.get(dim, ()), *axes.axes_of_leaves)
+        placements = _placements_on_data_axes(inner.placements, shard.on_dim(dim), axes)
+    return Spec(
+        mesh, [*placements, *inner.placements], *meta, tuple(sorted(order.items()))
+    ), gathered
+
+
+def shared_layout(
+    param: nn.Parameter, axes: DataAxes, inner: Spec | None, chosen: Shard | None
+) -> Spec | None:
+    """Return the layout of the shards that all replicas have; None if these are the leaves."""
+    if not axes.shards_over_replicas:
+        return None
+    if chosen is not None:
+        chosen = axes.placement_of_shards(chosen)
+    resting, _ = resting_and_gathered_layouts(
+        param, replace(axes, shards_over_replicas=False), inner, chosen
+    )
+    return resting
+
+
+def without_data_axes(inner: Spec, axes: DataAxes) -> Spec | None:
+    """Return the layout on the axes of styles of a DTensor on a mesh that may have data axes.
+
+    Raises:
+        LayoutError: if it is not replicated over these data axes.
+    """
+    if not axes.names or not {*axes.names} <= {*inner.mesh.axis_names}:
+        return inner
+    placed = dict(zip(inner.mesh.axis_names, inner.placements, strict=True))
+    if not all(placed[name].is_replicate() for name in axes.names):
+        raise LayoutError(
+            f"fully_shard: a parameter on {inner!r} must be replicated over the data axes "
+            f"{axes.names} before they shard it"
+        )
+    kept = [name for name in inner.mesh.axis_names if name not in axes.names]
+    if not kept:
+        return None
+    axis_names = inner.mesh.axis_names
+    order = []
+    for dim, sharding in inner.shard_order:
+        kept_axes = [kept.index(axis_names[axis]) for axis in sharding]
+        order.append((dim, tuple(kept_axes)))
+    return Spec(
+        inner.mesh[tuple(kept)],
+        [placed[name] for name in kept],
+        inner.shape,
+        None,
+        dtype=inner.dtype,
+        shard_order=tuple(order),
+    )
+
+
+def _placements_on_data_axes(
+    inner: Sequence[Placement], shard: Shard, axes: DataAxes
+) -> list[Placement]:
+    """Return the placements on the data axes of a parameter that styles have placed.
+
+    If styles have placed it in runs, the data axes shard each run. Example: a fused weight has 3
+    runs (query, key, value) of 8 rows. A rank of a tensor axis of 2 has 4 rows of each run. Data
+    axes shard each 4 rows, so that every rank has rows of all 3 runs.
+    """
+    strided = [p for p in inner if isinstance(p, StridedShard) and p.dim == shard.dim]
+    # a StridedShard without sizes, or with one run, only expresses an order of axes
+    runs = next((p for p in strided if p.sizes is not None and p.split_factor > 1), None)
+    if runs is None or runs.sizes is None:
+        return axes.placements(shard)
+    if shard.sizes is not None:
+        raise LayoutError(
+            f"{shard!r} over data axes cannot have sizes, because styles have placed the "
+            f"parameter in runs: {runs!r}"
+        )
+    placements: list[Placement] = [Replicate()] * axes.mesh.ndim
+    sizes = list(runs.sizes)
+    for axis in axes.axes_of_leaves:
+        ranks = axes.mesh.shape[axis]
+        sizes = [
+            n
+            for size in sizes
+            for n in shard_sizes(size, Shard(0, multiple_of=shard.multiple_of), ranks)
+        ]
+        placements[axis] = StridedShard(shard.dim, split_factor=runs.split_factor, sizes=sizes)
+    return placements
+
+
+@lru_cache(maxsize=1024)
+def partial_over_data(reduced: Spec, styled: tuple[Placement, ...]) -> Spec:
+    """Return the layout of a gradient before its reduction over the data axes.
+
+    Args:
+        reduced: the layout after the reduction. The data axes come first in its mesh.
+        styled: the gradient's placements on the axes of the styles, which come last.
+    """
+    data: list[Placement] = [Partial()] * (reduced.mesh.ndim - len(styled))
+    return Spec(reduced.mesh, (*data, *styled), reduced.shape, None, dtype=reduced.dtype)
+
+
+@lru_cache(maxsize=1024)
+def partial_over_first(reduced: Spec, count: int) -> Spec:
+    """Return the layout of a tensor that is still to be summed over the first axes."""
+    return reduced.with_(placements=[*[Partial()] * count, *reduced.placements[count:]])
+
+
+def narrow_to_shard(local: Tensor, source: Spec, target: Spec) -> Tensor:
+    """Return this rank's shard of a tensor that is replicated over the data axes, as a view."""
+    if target.coordinate is None:
+        return local.new_empty(target.local_shape)
+    if target.is_strided:
+        # this sends nothing, because the local tensor contains the shard
+        (shard,) = redistribute_shards([local], [(source, target)]).wait()
+        return shard
+    return local[slices_of(target.box(target.coordinate), source.box(target.coordinate))]

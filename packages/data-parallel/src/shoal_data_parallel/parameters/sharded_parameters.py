@@ -1,4 +1,4 @@
-"""One parameter of a unit: its leaf, the tensor exposed to modules, and its layouts.
+"""One parameter of a unit: its leaf, the tensors that are sent and exposed, and its layouts.
 
 With data axes of 2 ranks and a tensor-parallel axis of 2, a column-parallel weight of shape (8, 6):
 
@@ -9,10 +9,10 @@ With data axes of 2 ranks and a tensor-parallel axis of 2, a column-parallel wei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -20,25 +20,27 @@ from torch import Tensor, nn
 from shoal_dtensor import DTensor, Partial, Placement, Replicate, Shard, Spec, StridedShard
 from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import (
-    carry_gradient,
+    ShardsInFlight,
     grad_hooked,
-    local_of,
     local_shard,
     memory_of,
-    move_attachments,
-    note_replaced,
     redistribute_shards,
-    shard_sizes,
-    slices_of,
+    upload_packed,
 )
-from shoal_mesh import DeviceMesh, purpose
+from shoal_mesh import purpose
 
-from .data_axes import DataAxes
-from .declared_layouts import DeclaredLayout, declared_layout
-from .gather_extensions import GatherExtension, extension_of, has_extension
+from .data_axes import (
+    DataAxes,
+    narrow_to_shard,
+    partial_over_data,
+    partial_over_first,
+    resting_and_gathered_layouts,
+)
+from .declared_layouts import DeclaredLayout
+from .gather_extensions import GatherExtension
 from .layout_move import LayoutMove
 from .leaf_checks import check_leaf
-from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .policies import MixedPrecisionPolicy
 
 Site = tuple[nn.Module, str]
 
@@ -91,7 +93,7 @@ class ShardedParameter:
             styled = self.declared.gradient
         elif self.styled is not None:
             styled = self.styled.placements
-        return _partial_over_data(self.reduced, styled)
+        return partial_over_data(self.reduced, styled)
 
     @property
     def is_on_data_axes(self) -> bool:
@@ -105,7 +107,7 @@ class ShardedParameter:
         """Return the layout of gradients that are reduced over the shards, but not the replicas."""
         axes_of_replicas = axes.mesh.ndim - axes.num_sharding_axes
         shard = (self.shared or self.reduced).with_(dtype=self.reduced.dtype)
-        return _partial_over_first(shard, axes_of_replicas)
+        return partial_over_first(shard, axes_of_replicas)
 
     def move_to_replicas(self) -> LayoutMove:
         """Return the move that gathers a shared shard from the leaves of all replicas.
@@ -132,12 +134,14 @@ class ShardedParameter:
         placement_inside = (
             Shard(placement.dim) if isinstance(placement, Shard | StridedShard) else None
         )
-        self.after_forward = LayoutMove(*_layouts(self.leaf, inside, self.styled, placement_inside))
+        self.after_forward = LayoutMove(
+            *resting_and_gathered_layouts(self.leaf, inside, self.styled, placement_inside)
+        )
 
     def shard_after_forward(self, local: Tensor) -> Tensor:
         """Return the larger shard of a gathered tensor that this rank keeps after a forward."""
         move = self.move_after_forward()
-        shard = _narrow_to_shard(local.detach(), move.target, move.source)
+        shard = narrow_to_shard(local.detach(), move.target, move.source)
         return shard.clone(memory_format=torch.contiguous_format)
 
     def move_after_forward(self) -> LayoutMove:
@@ -250,7 +254,7 @@ class ShardedParameter:
             if self.is_on_data_axes:
                 return self._summand(grad)
             if self.inner is not None:
-                spec = _partial_over_data(self.reduced, grad.placements)
+                spec = partial_over_data(self.reduced, grad.placements)
             grad = local_shard(grad)
         return grad, spec
 
@@ -274,7 +278,7 @@ class ShardedParameter:
         for name, ranks in zip(mesh.axis_names, mesh.shape, strict=True):
             if name not in styled and on_axis[name].is_replicate():
                 holders *= ranks
-        spec = _partial_over_data(self.reduced, tuple(on_axis[name] for name in styled))
+        spec = partial_over_data(self.reduced, tuple(on_axis[name] for name in styled))
         local = local_shard(grad)
         if holders > 1:
             local = local / holders
@@ -300,291 +304,120 @@ class ShardedParameter:
             leaf.grad += grad
 
 
-def shard_parameter(
-    param: nn.Parameter,
-    sites: Sequence[Site],
-    axes: DataAxes,
-    placement: Shard | None,
-    policies: tuple[MixedPrecisionPolicy, OffloadPolicy],
-    *,
-    view: bool = False,
-) -> ShardedParameter:
-    """Return a parameter that is sharded over the data axes, too.
+# --- what ranks send to gather --------------------------------------------------------------------
 
-    The parameter may be plain, or a DTensor on the axes of styles, whose local tensor is then
-    sharded. A plain parameter for which a program has asserted SPMD types is sharded like a DTensor
-    of its `declared_layout`. `placement` has the dim to shard, by default the first. With `view`
-    the shard may share the parameter's memory.
+
+def shards_to_send(parameters: Sequence[ShardedParameter]) -> list[Tensor]:
+    """Return the shards in the dtypes of the computation and on the device of the mesh.
+
+    Shards on the host are sent to the device all together.
     """
-    precision = policies[0].for_parameter(param)
-    offload = policies[1]
-    inner = param.spec if isinstance(param, DTensor) else None
-    if inner is not None and has_extension(local_of(param)):
-        raise LayoutError(
-            f"fully_shard: a parameter that styles have placed holds a "
-            f"{type(local_of(param)).__name__}, whose class decides what is gathered over data "
-            "axes; that is for parameters on no other axes"
-        )
-    styled = None if inner is None else _without_data_axes(inner, axes)
-    declared = declared_layout(param, axes)
-    if declared is not None:
-        styled = declared.parameter
-    resting, gathered = _layouts(param, axes, styled, placement)
-
-    def to_shard(tensor: Tensor) -> DTensor:
-        shard = _narrow_to_shard(local_of(tensor).detach(), gathered, resting)
-        shard = shard.contiguous() if view else shard.clone(memory_format=torch.contiguous_format)
-        # A meta shard is not moved to the CPU: `to_empty` allocates it later, on the device that
-        # its caller names.
-        awaits_values = shard.is_meta and axes.mesh.device_type != "meta"
-        if isinstance(offload, CPUOffloadPolicy) and not awaits_values:
-            pinned = offload.pin_memory and axes.mesh.device_type != "cpu"
-            shard = shard.cpu().pin_memory() if pinned else shard.cpu()
-        return DTensor(shard, resting)
-
-    if inner is not None and grad_hooked(param):
-        raise LayoutError(
-            "fully_shard: a parameter that was placed by a style has gradient hooks, which would "
-            "not get the reduced gradient; register the hooks after fully_shard, on the module's "
-            "new parameter"
-        )
-    extension = extension_of(param, resting, sites[0][0], precision)
-    leaf = _replacement(param, to_shard, is_styled=inner is not None)
-    parameter = ShardedParameter(
-        tuple(sites),
-        leaf,
-        resting,
-        gathered,
-        inner=inner,
-        reduced=resting,
-        styled=styled,
-        declared=declared,
-        precision=precision,
-        shared=_shared_layout(param, axes, styled, placement),
-        extension=extension,
-    )
-    parameter.set_dtypes()
-    return parameter
+    if not parameters:
+        return []
+    leaves: list[Any] = [parameter.leaf for parameter in parameters]
+    shards: list[Tensor] = [local_shard(leaf).detach() for leaf in leaves]
+    device = torch.device(parameters[0].gathered.mesh.device_type)
+    dtypes = [p.resting.dtype for p in parameters]
+    on_host = [i for i, shard in enumerate(shards) if shard.is_cpu and device.type != "cpu"]
+    if on_host:
+        sent = upload_packed([shards[i] for i in on_host], device, [dtypes[i] for i in on_host])
+        for i, shard in zip(on_host, sent, strict=True):
+            shards[i] = shard
+    return [shard.to(device, dtype) for shard, dtype in zip(shards, dtypes, strict=True)]
 
 
-@torch.no_grad()
-def make_whole(parameters: Sequence[ShardedParameter]) -> None:
-    """Have the modules hold the parameters as before data axes sharded them.
+def parts_to_send(parameters: Sequence[ShardedParameter]) -> tuple[list[Tensor], list[LayoutMove]]:
+    """Return the tensors that are sent for all parameters, with their moves.
 
-    Gradients are made whole, too, in one collective for all.
+    That is one shard for each parameter, unless its class decides what is gathered.
     """
-    for parameter in parameters:
-        if parameter.extension is not None:
-            raise parameter.extension.refuse("stays sharded over the data axes")
-        parameter.adopt()
-    # leaves and gradients, whose shards are gathered
-    sharded_tensors: list[Tensor] = []
+    # Shards of parameters without an extension are copied to the device all together.
+    plain = [i for i, parameter in enumerate(parameters) if parameter.extension is None]
+    shards = shards_to_send([parameters[i] for i in plain])
+    shard_at = dict(zip(plain, shards, strict=True))
+    tensors: list[Tensor] = []
     moves: list[LayoutMove] = []
-    shards: list[Tensor] = []
-    for parameter in parameters:
-        for tensor in (parameter.leaf, parameter.leaf.grad):
-            if tensor is None or tensor.is_meta:
-                continue
-            resting = parameter.resting.with_(dtype=tensor.dtype)
-            gathered = parameter.gathered.with_(dtype=tensor.dtype)
-            shard = local_shard(cast(DTensor, tensor)).detach()
-            sharded_tensors.append(tensor)
-            moves.append(LayoutMove(resting, gathered))
-            shards.append(shard.to(gathered.mesh.device_type))
-    with purpose("styles after data parallelism"):
-        whole_tensors = redistribute_shards(shards, moves).wait() if moves else []
-    pairs = zip(sharded_tensors, whole_tensors, strict=True)
-    local_of_tensor = {id(tensor): local for tensor, local in pairs}
-
-    # `_replacement` calls this function for a leaf and for its gradient.
-    def whole(parameter: ShardedParameter, tensor: Tensor) -> Tensor:
-        if tensor.is_meta:
-            shape = parameter.gathered.local_shape
-            local = torch.empty(shape, dtype=tensor.dtype, device="meta")
-        else:
-            local = local_of_tensor[id(tensor)]
-        if parameter.inner is None:
-            return local
-        return DTensor(local, parameter.inner.with_(dtype=tensor.dtype))
-
-    for parameter in parameters:
-        is_styled = parameter.inner is not None
-        whole_leaf = _replacement(parameter.leaf, partial(whole, parameter), is_styled=is_styled)
-        parameter.put(whole_leaf)
+    for i, parameter in enumerate(parameters):
+        if parameter.extension is None:
+            tensors.append(shard_at[i])
+            moves.append(LayoutMove(parameter.resting, parameter.gathered))
+            continue
+        shard = parameter.shard_on_device()
+        parts, moves_of_parts = parameter.extension.send(shard)
+        tensors += parts
+        moves += moves_of_parts
+    return tensors, moves
 
 
-@lru_cache(maxsize=1024)
-def _partial_over_data(reduced: Spec, styled: tuple[Placement, ...]) -> Spec:
-    """Return the layout of a gradient before its reduction over the data axes.
+def start_to_gather(parameters: Sequence[ShardedParameter], text: str) -> ShardsInFlight:
+    """Send the shards of all parameters together."""
+    with purpose(text):
+        tensors, moves = parts_to_send(parameters)
+        return redistribute_shards(tensors, moves)
+
+
+# --- tensors that modules hold in place of a parameter --------------------------------------------
+
+
+class GradientSwitch:
+    """A replacement of `requires_grad_` for the tensor that modules use of a trained parameter.
+
+    The tensor is computed from the parameter's leaf, and torch allows `requires_grad_(False)` only
+    on leaves. A call of the switch changes two things:
+
+    | call                    | the modules get                     | the leaf, for later forwards |
+    | ----------------------- | ----------------------------------- | ---------------------------- |
+    | `requires_grad_(False)` | `recorded.detach()`                 | is frozen                    |
+    | `requires_grad_(True)`  | `recorded`, which autograd recorded | is trained                   |
 
     Args:
-        reduced: the layout after the reduction. The data axes come first in its mesh.
-        styled: the gradient's placements on the axes of the styles, which come last.
+        parameter: the parameter.
+        recorded: the tensor that autograd has recorded.
     """
-    data: list[Placement] = [Partial()] * (reduced.mesh.ndim - len(styled))
-    return Spec(reduced.mesh, (*data, *styled), reduced.shape, None, dtype=reduced.dtype)
+
+    __slots__ = ("_recorded", "parameter")
+
+    def __init__(self, parameter: ShardedParameter, recorded: Tensor) -> None:
+        self.parameter = parameter
+        # A weak reference, because the switch is an attribute of the tensor. The caller (a unit's
+        # views, or a replica) keeps the tensor alive as long as modules may use it.
+        self._recorded = ref(recorded)
+
+    def __call__(self, requires_grad: bool = True) -> Tensor | None:
+        """Give the modules the recorded tensor, or a detached one; return the tensor.
+
+        Returns None if the recorded tensor is freed: then only the leaf is changed.
+        """
+        self.parameter.leaf.requires_grad_(requires_grad)
+        recorded = self._recorded()
+        if recorded is None:
+            return None
+        shown = recorded
+        if not requires_grad:
+            shown = recorded.detach()
+            install_switch(shown, self)
+        self.parameter.put(shown)
+        return shown
 
 
-@lru_cache(maxsize=1024)
-def _partial_over_first(reduced: Spec, count: int) -> Spec:
-    """Return the layout of a tensor that is still to be summed over the first axes."""
-    return reduced.with_(placements=[*[Partial()] * count, *reduced.placements[count:]])
+def install_switch(tensor: Any, switch: GradientSwitch) -> None:
+    """Replace `tensor.requires_grad_` by a switch.
 
-
-def _replacement(
-    old: nn.Parameter, convert: Callable[[Tensor], Tensor], *, is_styled: bool
-) -> nn.Parameter:
-    """Return a parameter with converted values and gradient.
-
-    It has the attributes and hooks of the parameter that it replaces.
-
-    Args:
-        old: the parameter that is replaced.
-        convert: is called for the parameter, and for its gradient if it has one.
-        is_styled: whether the modules see a DTensor, which a style has made.
+    Torch refuses such calls for tensors that are not leaves.
     """
-    new = nn.Parameter(convert(old), requires_grad=old.requires_grad)
-    carry_gradient(old, new, None if old.grad is None else convert(old.grad))
-    if is_styled:
-        vars(new).update(vars(old))
-        note_replaced(old)
-    else:
-        move_attachments(old, new)
-    return new
+    tensor.requires_grad_ = switch
 
 
-def _without_data_axes(inner: Spec, axes: DataAxes) -> Spec | None:
-    """Return the layout on the axes of styles of a DTensor on a mesh that may have data axes.
+# what code that knows the parameter as a DTensor may ask it for
+_OF_DTENSORS = ("full_tensor", "to_local", "redistribute", "placements", "device_mesh")
 
-    Raises:
-        LayoutError: if it is not replicated over these data axes.
+
+def with_methods_of_dtensors(values: Any, leaf: Any) -> Any:
+    """Return a plain tensor with a parameter's values, which answers as the parameter does.
+
+    `model.logit_scale.full_tensor()` then works at all times, also while the module shows values.
     """
-    if not axes.names or not {*axes.names} <= {*inner.mesh.axis_names}:
-        return inner
-    placed = dict(zip(inner.mesh.axis_names, inner.placements, strict=True))
-    if not all(placed[name].is_replicate() for name in axes.names):
-        raise LayoutError(
-            f"fully_shard: a parameter on {inner!r} must be replicated over the data axes "
-            f"{axes.names} before they shard it"
-        )
-    kept = [name for name in inner.mesh.axis_names if name not in axes.names]
-    if not kept:
-        return None
-    axis_names = inner.mesh.axis_names
-    order = []
-    for dim, sharding in inner.shard_order:
-        kept_axes = [kept.index(axis_names[axis]) for axis in sharding]
-        order.append((dim, tuple(kept_axes)))
-    return Spec(
-        inner.mesh[tuple(kept)],
-        [placed[name] for name in kept],
-        inner.shape,
-        None,
-        dtype=inner.dtype,
-        shard_order=tuple(order),
-    )
-
-
-def _layouts(
-    param: nn.Parameter, axes: DataAxes, inner: Spec | None, chosen: Shard | None
-) -> tuple[Spec, Spec]:
-    """Return the layout at rest, and the gathered layout.
-
-    At rest, the data axes shard the local tensors that the styles' axes have made.
-    """
-    if chosen is not None and not isinstance(chosen, Shard):
-        raise LayoutError(
-            f"shard_placement_fn: expected a Shard or None for each parameter, got {chosen!r}"
-        )
-    shard = (chosen or Shard(0)) if param.ndim else Replicate()  # a number stays replicated
-    placements = axes.placements(shard)
-    whole = [Replicate()] * axes.mesh.ndim
-    # a plain parameter with types is a shard of the shape of `inner`
-    shape = param.shape if inner is None else inner.shape
-    meta = shape, None, param.dtype
-    if inner is None:
-        order_of_axes = None
-        if axes.shards_over_replicas and isinstance(shard, Shard):
-            order_of_axes = ((shard.dim % param.ndim, axes.axes_of_leaves),)
-        return Spec(axes.mesh, placements, *meta, order_of_axes), Spec(axes.mesh, whole, *meta)
-    if inner.partials:
-        raise LayoutError(
-            "a partial parameter cannot be sharded over data axes; redistribute it first: "
-            f"{inner!r}"
-        )
-    shared = set(axes.mesh.axis_names) & set(inner.mesh.axis_names)
-    if shared:
-        raise LayoutError(
-            f"the parameter is placed on axes {inner.mesh.axis_names} already and cannot be "
-            f"sharded over the data axes {axes.mesh.axis_names}; use an axis for data or for "
-            "styles, not for both"
-        )
-    mesh = DeviceMesh.concatenate([axes.mesh, inner.mesh])
-    order: dict[int, tuple[int, ...]] = {}
-    for dim, sharding in inner.shard_order:
-        # the axes of the style come after the data axes
-        shifted = [axis + axes.mesh.ndim for axis in sharding]
-        order[dim] = tuple(shifted)
-    gathered = Spec(mesh, [*whole, *inner.placements], *meta, tuple(order.items()))
-    if isinstance(shard, Shard):
-        dim = shard.dim % len(inner.shape)
-        order[dim] = (*order.get(dim, ()), *axes.axes_of_leaves)
-        placements = _placements_on_data_axes(inner.placements, shard.on_dim(dim), axes)
-    return Spec(
-        mesh, [*placements, *inner.placements], *meta, tuple(sorted(order.items()))
-    ), gathered
-
-
-def _shared_layout(
-    param: nn.Parameter, axes: DataAxes, inner: Spec | None, chosen: Shard | None
-) -> Spec | None:
-    """Return the layout of the shards that all replicas have; None if these are the leaves."""
-    if not axes.shards_over_replicas:
-        return None
-    if chosen is not None:
-        chosen = axes.placement_of_shards(chosen)
-    resting, _ = _layouts(param, replace(axes, shards_over_replicas=False), inner, chosen)
-    return resting
-
-
-def _placements_on_data_axes(
-    inner: Sequence[Placement], shard: Shard, axes: DataAxes
-) -> list[Placement]:
-    """Return the placements on the data axes of a parameter that styles have placed.
-
-    If styles have placed it in runs, the data axes shard each run. Example: a fused weight has 3
-    runs (query, key, value) of 8 rows. A rank of a tensor axis of 2 has 4 rows of each run. Data
-    axes shard each 4 rows, so that every rank has rows of all 3 runs.
-    """
-    strided = [p for p in inner if isinstance(p, StridedShard) and p.dim == shard.dim]
-    # a StridedShard without sizes, or with one run, only expresses an order of axes
-    runs = next((p for p in strided if p.sizes is not None and p.split_factor > 1), None)
-    if runs is None or runs.sizes is None:
-        return axes.placements(shard)
-    if shard.sizes is not None:
-        raise LayoutError(
-            f"{shard!r} over data axes cannot have sizes, because styles have placed the "
-            f"parameter in runs: {runs!r}"
-        )
-    placements: list[Placement] = [Replicate()] * axes.mesh.ndim
-    sizes = list(runs.sizes)
-    for axis in axes.axes_of_leaves:
-        ranks = axes.mesh.shape[axis]
-        sizes = [
-            n
-            for size in sizes
-            for n in shard_sizes(size, Shard(0, multiple_of=shard.multiple_of), ranks)
-        ]
-        placements[axis] = StridedShard(shard.dim, split_factor=runs.split_factor, sizes=sizes)
-    return placements
-
-
-def _narrow_to_shard(local: Tensor, source: Spec, target: Spec) -> Tensor:
-    """Return this rank's shard of a tensor that is replicated over the data axes, as a view."""
-    if target.coordinate is None:
-        return local.new_empty(target.local_shape)
-    if target.is_strided:
-        # this sends nothing, because the local tensor contains the shard
-        (shard,) = redistribute_shards([local], [(source, target)]).wait()
-        return shard
-    return local[slices_of(target.box(target.coordinate), source.box(target.coordinate))]
+    if not isinstance(values, DTensor):
+        for name in _OF_DTENSORS:
+            setattr(values, name, getattr(leaf, name))
+    return values

@@ -26,8 +26,7 @@ from shoal_dtensor import Spec
 from shoal_dtensor.internal import ShardsInFlight, redistribute_shards
 from shoal_mesh import purpose
 
-from ..parameters.sharded_parameters import ShardedParameter
-from ..parameters.shards_to_send import shards_to_send
+from ..parameters.sharded_parameters import ShardedParameter, shards_to_send
 
 # A weak reference to the default process group, followed by the version of one leaf.
 _Version = tuple[object, ...]

@@ -62,10 +62,10 @@ from ..parameters.policies import MixedPrecisionPolicy, OffloadPolicy
 from ..parameters.sharded_parameters import (
     ShardedParameter,
     Site,
-    make_whole,
-    shard_parameter,
+    parts_to_send,
+    start_to_gather,
 )
-from ..parameters.shards_to_send import parts_to_send, start_to_gather
+from ..parameters.sharding import make_whole, shard_parameter
 from .forward_scope import ForwardScope
 from .gathered import Gathered, ValueComparison, Versions, Views
 from .schedule import Schedule

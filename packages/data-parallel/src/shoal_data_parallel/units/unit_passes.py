@@ -44,7 +44,11 @@ from .._torch import (
 )
 from ..gradients.equal_rows import warn_of_equal_rows
 from ..parameters.gathered_types import declare_whole
-from ..parameters.leaf_hooks import GradientSwitch, install_switch, with_methods_of_dtensors
+from ..parameters.sharded_parameters import (
+    GradientSwitch,
+    install_switch,
+    with_methods_of_dtensors,
+)
 from .gathered import Gathered, Views
 from .lent_values import LentCopy
 from .unit import Forward, Unit, unit_of, units_of
@@ -270,8 +274,7 @@ def _begin(unit: Unit, *, private: bool) -> Forward:
     return forward
 
 
-# --- tensors that modules see
-# -----------------------------------------------------------------------------
+# --- tensors that modules see ---------------------------------------------------------------------
 
 
 def enter(unit: Unit) -> Forward:
