@@ -1,6 +1,6 @@
 """A mesh per parameter in one call of fully_shard.
 
-Covers: {parameter_meshes,forward_scope}.py.
+Covers: {parameter_meshes,schedule}.py.
 """
 
 from __future__ import annotations

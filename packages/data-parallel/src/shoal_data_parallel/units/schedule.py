@@ -1,23 +1,61 @@
-"""Schedule: the order in which the units below one outermost module run, forward after forward.
+"""The progress of forwards: of one unit, and of all units below one outermost module.
 
 A unit has the parameters of one `fully_shard` call, which are gathered and reduced together. The
-outermost module is the `fully_shard` module that contains the others. A `Schedule` records the
-order of a forward, so that the next forward can gather a unit early. A `CommContext` has reductions
+outermost module is the `fully_shard` module that contains the others. A `ForwardScope` records
+which modules of a unit are still to run in the unit's forward. A `Schedule` records the order of
+units in a forward, so that the next forward can gather a unit early. A `CommContext` has reductions
 that are in flight after their backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from torch import nn
 
 if TYPE_CHECKING:
     from ..gradients.gradient_group import Group
     from ..gradients.reduction import GroupReduction
 
-# Stands for `unit.Unit`, which this file cannot import: `unit` imports this file.
+# These stand for `unit.Unit` and `unit.Forward`, which this file cannot import: `unit` imports this
+# file.
 Unit = TypeVar("Unit")
+Forward = TypeVar("Forward")
+
+
+@dataclass(slots=True, eq=False)
+class ForwardScope(Generic[Forward]):
+    """Progress of a unit's forward, from the start of its first module to the end of its last."""
+
+    forward: Forward | None = None
+    # the modules whose forward is still to come
+    awaited: set[nn.Module] = field(default_factory=set)
+    # a block of hooks on saved tensors for each module that is running, the innermost last
+    guards: list[AbstractContextManager[Any]] = field(default_factory=list)
+    # a module of the unit that is called outside of the unit's forward
+    lone_call: nn.Module | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """True if no module is running or still to come."""
+        return not self.awaited and not self.guards
+
+    def begin(self, modules: Iterable[nn.Module]) -> None:
+        """Start again, with all of these modules still to come."""
+        self.forward = None
+        self.awaited = set(modules)
+
+    def enter_guard(self, guard: AbstractContextManager[Any]) -> None:
+        """Have a module run inside a block, until `exit_guard`."""
+        guard.__enter__()
+        self.guards.append(guard)
+
+    def exit_guard(self) -> None:
+        """Leave the block of the innermost module."""
+        self.guards.pop().__exit__(None, None, None)
 
 
 class CommContext:

@@ -66,9 +66,8 @@ from ..parameters.sharded_parameters import (
     start_to_gather,
 )
 from ..parameters.sharding import make_whole, shard_parameter
-from .forward_scope import ForwardScope
 from .gathered import Gathered, ValueComparison, Versions, Views
-from .schedule import Schedule
+from .schedule import ForwardScope, Schedule
 from .shared_shards import SharedShards
 from .unit_settings import UnitSettings
 
