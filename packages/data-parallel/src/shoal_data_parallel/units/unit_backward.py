@@ -235,11 +235,12 @@ class UnitBackward:
 
         Hooks of leaves that get no gradient are not called.
         """
-        for i in forward.trained:
+        for i, route in self._routes_of(forward).by_parameter.items():
             leaf = forward.unit.parameters[i].leaf
             if i in grads:
                 self._hooks.enable(leaf)
-            else:
+            elif route == "return":
+                # A leaf with another route has no hooks, or autograd does not run its node.
                 self._hooks.silence(leaf)
         return [grads.get(i) for i in forward.trained]
 
