@@ -385,13 +385,14 @@ class Unit(Group):
     def finish_gathering(self) -> None:
         """Wait for values in flight, if there are some, and write them to the gathered tensors."""
         in_flight = self._in_flight
-        self._in_flight = None
-        versions = self.versions if in_flight is None else in_flight.versions
-        # if nothing is in flight, they differ only for a unit without parameters
-        if self.current.versions != versions:
-            self.current = self._replace_gathered(versions)
         if in_flight is None:
+            # The values are here already, or the unit does not have parameters.
+            if not self.parameters and self.current.versions != self.versions:
+                self.current = self._replace_gathered(self.versions)
             return
+        self._in_flight = None
+        if self.current.versions != in_flight.versions:
+            self.current = self._replace_gathered(in_flight.versions)
         current = self.current
         # Later forwards, too, use values that were gathered under inference_mode. Autograd must not
         # count a refill as a write: the values are equal to the values that the forward used.

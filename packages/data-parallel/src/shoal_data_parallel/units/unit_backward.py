@@ -111,7 +111,9 @@ class UnitBackward:
                 "step after the backward"
             )
         if unit.settings.unshard_in_backward:
-            unit.gather()
+            # The versions are equal, so values that are here are those of the leaves.
+            if not unit.current.has_values:
+                unit.gather()
             if views is None:
                 unit.hide()
             else:
