@@ -216,7 +216,11 @@ class CollectiveLeg(NamedTuple):
     step: Step
     rank_step: RankStep
     call: CollectiveCall
-    # whether the result of the collective is the result of the plan
+    # whether the collective sends the local tensor as it is, so that `prepare` has nothing to do
+    sends_local: bool
+    # whether the collective gives the new local tensor, so that `finish` has nothing to do
+    gives_local: bool
+    # whether the new local tensor is the result of the plan
     gives_result: bool
 
 
@@ -285,11 +289,18 @@ def _legs(position: int, plan: Plan) -> tuple[list[CollectiveLeg | None], tuple[
             if step.communicates:
                 legs.append(None)
             continue
-        is_last = step is plan.steps[-1]
-        is_result = is_last and one_step.finish is take_received and not closing_stages(plan)
-        call = one_step.collective
-        stages = tuple(before)
-        leg = CollectiveLeg(position, stages, step, one_step, call=call, gives_result=is_result)
+        ends_plan = step is plan.steps[-1] and not closing_stages(plan)
+        gives_local = one_step.finish is take_received
+        leg = CollectiveLeg(
+            position,
+            tuple(before),
+            step,
+            one_step,
+            call=one_step.collective,
+            sends_local=one_step.prepare is keep_local,
+            gives_local=gives_local,
+            gives_result=ends_plan and gives_local,
+        )
         legs.append(leg)
         before = []
     return legs, (*before, *closing_stages(plan))
@@ -356,7 +367,7 @@ class PackedCollective:
             if copies and not self._is_read_at_start(local):
                 local = local.clone()
             tensors[leg.position] = local if self._kind == "all_to_all" else _RELEASED
-            buffers.append(leg.rank_step.prepare(local))
+            buffers.append(local if leg.sends_local else leg.rank_step.prepare(local))
         if self._is_unpacked:
             leg = self._legs[0]
             start = bind(leg.call, leg.step.src.mesh, async_op=True)
@@ -398,7 +409,9 @@ class PackedCollective:
         def unpack(arrived: Sequence[Tensor] | Tensor) -> None:
             results = self._results(arrived, destinations)
             for leg, result in zip(self._legs, results, strict=True):
-                tensors[leg.position] = leg.rank_step.finish(result, tensors[leg.position])
+                if not leg.gives_local:
+                    result = leg.rank_step.finish(result, tensors[leg.position])
+                tensors[leg.position] = result
 
         pending.then(unpack).wait()
 
