@@ -26,7 +26,7 @@ from shoal_dtensor import (
 )
 from shoal_dtensor.errors import RedistributeError
 from shoal_dtensor.internal import local_shard, redistribute_shards
-from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh
+from shoal_mesh import CommDebugMode, DeviceMesh, Link, init_device_mesh, set_topology
 from shoal_mesh.testing import fake_world, on_ranks
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
@@ -67,6 +67,24 @@ def test_they_arrive_as_each_alone(shape: tuple[int, ...]) -> None:
     for source, target, got in zip(sources, targets, arrived, strict=True):
         assert torch.equal(got, source.redistribute(placements=target.placements).to_local())
     assert in_flight.wait() is arrived
+
+
+def test_moves_follow_the_topology() -> None:
+    def collectives() -> int:
+        with CommDebugMode() as calls:
+            redistribute_shards([torch.ones(512, 512)], [move]).wait()
+        return calls.get_total_counts()
+
+    with fake_world(16):
+        mesh = init_device_mesh("cpu", (4, 4))
+        summed = Spec(mesh, [P, P], (512, 512))
+        move = (summed, summed.with_(placements=[R, R]))
+        before = collectives()
+        # a slow axis, so that fewer elements are reduced over it
+        set_topology(mesh, (Link(10e-6, 5e6), Link(10e-6, 400e9)))
+        after = collectives()
+        set_topology(mesh, None)
+        assert (before, after, collectives()) == (1, 3, 1)
 
 
 def write_to_data(d: DTensor) -> None:

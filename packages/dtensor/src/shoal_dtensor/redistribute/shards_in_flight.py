@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 from weakref import ReferenceType, ref
 
 from torch import Tensor
 
 from shoal_mesh import purpose
-from shoal_mesh.internal import Flat, Pending, ScopedValue
+from shoal_mesh.internal import USER_TOPOLOGIES, Flat, Pending, ScopedValue
 
 from ..errors import RedistributeError
 from ..layout.spec import Spec
@@ -143,7 +143,21 @@ def redistribute_shards(
         ...     [tuple(tensor.shape) for tensor in in_flight.wait()]
         [(2,), (4,)]
     """
-    return ShardsInFlight([plan(src, dst) for src, dst in moves], shards, packs=True)
+    return ShardsInFlight(_plans_of(tuple(moves)), shards, packs=True)
+
+
+def _plans_of(moves: tuple[tuple[Spec, Spec], ...]) -> Sequence[Plan]:
+    if any(src.example is not None for src, _ in moves):
+        # Plans for symbolic sizes are not cached, because symbols would keep their compiler.
+        return [plan(src, dst) for src, dst in moves]
+    return _cached_plans_of(moves, USER_TOPOLOGIES.version)
+
+
+# Cached, because a training step makes the same moves each time: one look-up finds all plans.
+@lru_cache(maxsize=256)
+def _cached_plans_of(moves: tuple[tuple[Spec, Spec], ...], topology: int) -> Sequence[Plan]:
+    """Return the plans; `topology` is the version of the topologies that they are made for."""
+    return [plan(src, dst) for src, dst in moves]
 
 
 def drained(shards: list[Tensor]) -> Iterator[Tensor]:
