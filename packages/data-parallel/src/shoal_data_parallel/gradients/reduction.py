@@ -93,8 +93,8 @@ class GroupReduction:
     """
 
     __slots__ = (
-        "_averaged_over", "_divisor", "_flags", "_gradients", "_in_flight", "_kept", "_present",
-        "_scattered", "extra", "group", "returned", "stops_at_replicas",
+        "_averaged_over", "_averaged_types", "_divisor", "_flags", "_gradients", "_in_flight",
+        "_kept", "_present", "_scattered", "extra", "group", "returned", "stops_at_replicas",
     )  # fmt: skip
 
     def __init__(self, group: Group, returned: Collection[int]) -> None:
@@ -110,6 +110,8 @@ class GroupReduction:
         # the divisor of sums, and the number of ranks by which the collective has divided already
         self._divisor = 1.0
         self._averaged_over = 1.0
+        # the dtypes whose gradients are sent as averages
+        self._averaged_types: tuple[torch.dtype, ...] = ()
         # the gradients of a reduction that has been waited for
         self._gradients: Callable[[], list[Tensor]] | None = None
         # the summed flags of all ranks, if this rank needs them to know which gradients exist
@@ -135,6 +137,7 @@ class GroupReduction:
         adds = any(grad is not None for grad in grads.values())
         reduction._divisor = group.divide_by(adds=adds or not with_kept)
         kept = reduction._take_kept() if with_kept else {}
+        reduction._averaged_types = reduction._types_to_average()
         collected = _collect(group, grads, kept)
         reduction._present = collected.present
         with purpose(f"{group.made_by} reduces {group.name}"):
@@ -160,8 +163,7 @@ class GroupReduction:
         flags, reduced_flags = _move_of_flags(
             collected.layouts[0], group.axes, flag_count, reduced[0].dtype
         )
-        layouts = [self._as_sent(layout) for layout in (*collected.layouts, flags)]
-        sources = self._on_groups(layouts)
+        sources = self._as_sent([*collected.layouts, flags])
         targets = self._on_groups([*reduced, reduced_flags])
         custom = group.communication.reduce_scatter
         if custom is None and not self._has_two_stages:
@@ -170,7 +172,7 @@ class GroupReduction:
             return
         scattered = [group.parameters[i].scattered_layout(group.axes) for i in group.trained]
         scattered.append(_scattered_flags(reduced_flags, group.axes))
-        scattered = self._on_groups([self._as_sent(layout) for layout in scattered])
+        scattered = self._as_sent(scattered)
         moves = [*zip(sources, scattered, strict=True)]
         if custom is None:
             self._in_flight = redistribute_shards(drained(collected.tensors), moves)
@@ -188,8 +190,8 @@ class GroupReduction:
         """True if sums over the shards alone are kept, or sums of earlier passes are added."""
         return self.stops_at_replicas or bool(self._scattered)
 
-    def _averages(self, dtype: torch.dtype) -> bool:
-        """Return whether gradients of a dtype are sent as averages.
+    def _types_to_average(self) -> tuple[torch.dtype, ...]:
+        """Return the dtypes whose gradients are sent as averages.
 
         The sum of half types may leave their range. A small divisor needs a sum: to get it, an
         average would be multiplied afterwards, and small gradients would be zero by then. Gradients
@@ -197,19 +199,23 @@ class GroupReduction:
         divisor.
         """
         communication = self.group.communication
-        if dtype not in _HALF_TYPES or communication.reduce_scatter is not None:
-            return False
+        if communication.reduce_scatter is not None:
+            return ()
         is_small = self._divisor**2 < self.group.num_ranks
-        return self._has_two_stages or not (is_small or communication.sums_only)
+        averages = self._has_two_stages or not (is_small or communication.sums_only)
+        return _HALF_TYPES if averages else ()
 
-    def _as_sent(self, layout: Spec) -> Spec:
-        """Return the layout in which a local gradient is sent.
+    def _as_sent(self, layouts: list[Spec]) -> list[Spec]:
+        """Return the layouts in which local gradients are sent.
 
-        It is a sum over the data axes, or an average.
+        They are sums over the data axes, or averages.
         """
-        if not self._averages(layout.dtype):
-            return layout
-        return _layout_with_averages(layout, self.group.axes.mesh.ndim)
+        if self._averaged_types:
+            data_axes = self.group.axes.mesh.ndim
+            for i, layout in enumerate(layouts):
+                if layout.dtype in self._averaged_types:
+                    layouts[i] = _layout_with_averages(layout, data_axes)
+        return self._on_groups(layouts)
 
     def _on_groups(self, layouts: list[Spec]) -> list[Spec]:
         """Return layouts on separate process groups for collectives, if the user wants that."""
@@ -281,7 +287,7 @@ class GroupReduction:
         count = len(self._present)
         row = flags.reshape(-1, count + group.extra_flags)[0]
         self.extra = row[count:]
-        if self._averages(flags.dtype):
+        if flags.dtype in self._averaged_types:
             self.extra = self.extra * group.num_ranks
         # If this rank has all gradients, they all exist, and no flag has to be read.
         if not all(self._present) or self._scattered or self.stops_at_replicas:
@@ -301,8 +307,8 @@ class GroupReduction:
 
     def _divide(self, reduced: list[Tensor]) -> None:
         """Divide sums by the divisor, and averages by its share of the number of ranks."""
-        averages = [gradient for gradient in reduced if self._averages(gradient.dtype)]
-        sums = [gradient for gradient in reduced if not self._averages(gradient.dtype)]
+        averages = [gradient for gradient in reduced if gradient.dtype in self._averaged_types]
+        sums = [gradient for gradient in reduced if gradient.dtype not in self._averaged_types]
         divisor_of_averages = self._divisor / self.group.num_ranks
         if averages and divisor_of_averages != 1:
             divide_each(averages, divisor_of_averages)
