@@ -8,8 +8,7 @@ adds the results to the gradients of the leaves when all have arrived.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
 from itertools import islice
 from math import log2
 from typing import Any, Protocol
@@ -17,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shoal_dtensor import Partial, Replicate, Shard, Spec
+from shoal_dtensor import Spec
 from shoal_dtensor.internal import (
     FakeTensor,
     download,
@@ -25,10 +24,15 @@ from shoal_dtensor.internal import (
     redistribute_shards,
 )
 from shoal_mesh import purpose
-from shoal_mesh.internal import parts_like, positions_by_dtype, with_own_groups
+from shoal_mesh.internal import parts_like, positions_by_dtype
 
 from .._torch import call_on_stream, divide_each
-from ..parameters.data_axes import DataAxes
+from ..parameters.data_axes import (
+    layout_with_averages,
+    move_of_flags,
+    on_own_groups,
+    scattered_flags,
+)
 from .communication import CustomScatter, ReduceScatter
 from .gradient_group import Grads, Group, Kept, Scattered, in_wanted_layouts
 
@@ -83,6 +87,9 @@ class _TwoStages:
         self.reach_last_round()
         assert self._second is not None, "the second stage has started"
         return self._second.wait()
+
+
+_HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
 class GroupReduction:
@@ -160,7 +167,7 @@ class GroupReduction:
         group = self.group
         reduced = [group.parameters[i].reduced for i in group.trained]
         flag_count = collected.tensors[-1].shape[1]
-        flags, reduced_flags = _move_of_flags(
+        flags, reduced_flags = move_of_flags(
             collected.layouts[0], group.axes, flag_count, reduced[0].dtype
         )
         sources = self._as_sent([*collected.layouts, flags])
@@ -171,7 +178,7 @@ class GroupReduction:
             self._in_flight = redistribute_shards(drained(collected.tensors), moves)
             return
         scattered = [group.parameters[i].scattered_layout(group.axes) for i in group.trained]
-        scattered.append(_scattered_flags(reduced_flags, group.axes))
+        scattered.append(scattered_flags(reduced_flags, group.axes))
         scattered = self._as_sent(scattered)
         moves = [*zip(sources, scattered, strict=True)]
         if custom is None:
@@ -214,14 +221,14 @@ class GroupReduction:
             data_axes = self.group.axes.mesh.ndim
             for i, layout in enumerate(layouts):
                 if layout.dtype in self._averaged_types:
-                    layouts[i] = _layout_with_averages(layout, data_axes)
+                    layouts[i] = layout_with_averages(layout, data_axes)
         return self._on_groups(layouts)
 
     def _on_groups(self, layouts: list[Spec]) -> list[Spec]:
         """Return layouts on separate process groups for collectives, if the user wants that."""
         if not self.group.communication.separate_groups:
             return layouts
-        return [_on_own_groups(layout) for layout in layouts]
+        return [on_own_groups(layout) for layout in layouts]
 
     def _send_by(
         self, custom: ReduceScatter, tensors: list[Tensor], moves: list[tuple[Spec, Spec]]
@@ -235,7 +242,7 @@ class GroupReduction:
         averages = divides_by_ranks and cannot_overflow and not needs_sums
         axes = group.axes
         if group.communication.separate_groups:
-            axes = replace(axes, mesh=with_own_groups(axes.mesh, _OWN_GROUPS))
+            axes = axes.on_own_groups()
         # The collective sums in float16, which overflows easily: about the root of the divisor
         # comes before the sum, and the rest after it. A power of two changes no digits.
         scale = 1.0
@@ -436,55 +443,3 @@ def deliver(reductions: Sequence[GroupReduction]) -> None:
                 reduction.group.parameters[i].accumulate(grad)
     for reduction in incomplete:
         reduction.keep_scattered()
-
-
-@lru_cache(maxsize=1024)
-def _move_of_flags(
-    partial: Spec, axes: DataAxes, count: int, dtype: torch.dtype
-) -> tuple[Spec, Spec]:
-    """Return the layouts of flags that are sent with a gradient.
-
-    They are partial over the data axes, and reduced to one row on every rank.
-    """
-    data = [Partial()] * axes.mesh.ndim
-    inner = [Replicate()] * (partial.mesh.ndim - axes.mesh.ndim)
-    flags = Spec(partial.mesh, [*data, *inner], (axes.num_leaf_shards, count), None, dtype=dtype)
-    order = ((0, axes.axes_of_leaves),) if axes.axes_of_leaves else ()
-    placements = [*axes.placements(Shard(0)), *inner]
-    return flags, flags.with_(placements=placements, shard_order=order)
-
-
-@lru_cache(maxsize=1024)
-def _scattered_flags(reduced: Spec, axes: DataAxes) -> Spec:
-    """Return the layout of flags that are summed over the shards, but not over the replicas."""
-    replicas = axes.mesh.ndim - axes.num_sharding_axes
-    data = [*[Partial()] * replicas, *[Shard(0)] * axes.num_sharding_axes]
-    return reduced.with_(placements=[*data, *reduced.placements[axes.mesh.ndim :]])
-
-
-@lru_cache(maxsize=1024)
-def _layout_with_averages(layout: Spec, data_axes: int) -> Spec:
-    """Return the layout with averages in place of sums over the data axes, the first axes."""
-    placements = [*layout.placements]
-    for axis, placement in enumerate(placements[:data_axes]):
-        if isinstance(placement, Partial):
-            placements[axis] = Partial("avg")
-    return layout.with_(placements=placements)
-
-
-_HALF_TYPES = (torch.float16, torch.bfloat16)
-_OWN_GROUPS = "reduce"
-
-
-@lru_cache(maxsize=1024)
-def _on_own_groups(layout: Spec) -> Spec:
-    """Return the same layout on a mesh with separate process groups for reductions."""
-    mesh = with_own_groups(layout.mesh, _OWN_GROUPS)
-    return Spec(
-        mesh,
-        layout.placements,
-        layout.shape,
-        layout.stride,
-        dtype=layout.dtype,
-        shard_order=layout.shard_order,
-    )

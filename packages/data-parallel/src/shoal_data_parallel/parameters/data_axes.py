@@ -1,4 +1,4 @@
-"""The axes of data parallelism, and the layouts that they give to parameters.
+"""The axes of data parallelism, and the layouts that they give to parameters and gradients.
 
 A leaf is the parameter that the optimizer gets: a shard of a model's parameter.
 """
@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -17,7 +18,10 @@ from shoal_dtensor import Partial, Placement, Replicate, Shard, Spec, StridedSha
 from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import redistribute_shards, shard_sizes, slices_of
 from shoal_mesh import Comm, DeviceMesh
-from shoal_mesh.internal import OldAttribute
+from shoal_mesh.internal import OldAttribute, with_own_groups
+
+# the name of the process groups for reductions alone
+_OWN_GROUPS = "reduce"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,6 +101,10 @@ class DataAxes:
     def shared_by_replicas(self) -> DataAxes:
         """Return these axes with `shards_over_replicas` set, if there are replicas."""
         return replace(self, shards_over_replicas=self.has_replicas)
+
+    def on_own_groups(self) -> DataAxes:
+        """Return these axes on a mesh with separate process groups for reductions."""
+        return replace(self, mesh=with_own_groups(self.mesh, _OWN_GROUPS))
 
     def in_groups_of(self, ranks: int) -> DataAxes:
         """Return axes that shard over groups of this many neighbors, and replicate over the groups.
@@ -290,6 +298,20 @@ def _placements_on_data_axes(
     return placements
 
 
+def narrow_to_shard(local: Tensor, source: Spec, target: Spec) -> Tensor:
+    """Return this rank's shard of a tensor that is replicated over the data axes, as a view."""
+    if target.coordinate is None:
+        return local.new_empty(target.local_shape)
+    if target.is_strided:
+        # this sends nothing, because the local tensor contains the shard
+        (shard,) = redistribute_shards([local], [(source, target)]).wait()
+        return shard
+    return local[slices_of(target.box(target.coordinate), source.box(target.coordinate))]
+
+
+# --- layouts of gradients -------------------------------------------------------------------------
+
+
 @lru_cache(maxsize=1024)
 def partial_over_data(reduced: Spec, styled: tuple[Placement, ...]) -> Spec:
     """Return the layout of a gradient before its reduction over the data axes.
@@ -308,12 +330,49 @@ def partial_over_first(reduced: Spec, count: int) -> Spec:
     return reduced.with_(placements=[*[Partial()] * count, *reduced.placements[count:]])
 
 
-def narrow_to_shard(local: Tensor, source: Spec, target: Spec) -> Tensor:
-    """Return this rank's shard of a tensor that is replicated over the data axes, as a view."""
-    if target.coordinate is None:
-        return local.new_empty(target.local_shape)
-    if target.is_strided:
-        # this sends nothing, because the local tensor contains the shard
-        (shard,) = redistribute_shards([local], [(source, target)]).wait()
-        return shard
-    return local[slices_of(target.box(target.coordinate), source.box(target.coordinate))]
+@lru_cache(maxsize=1024)
+def move_of_flags(
+    partial: Spec, axes: DataAxes, count: int, dtype: torch.dtype
+) -> tuple[Spec, Spec]:
+    """Return the layouts of flags that are sent with a gradient.
+
+    They are partial over the data axes, and reduced to one row on every rank.
+    """
+    data = [Partial()] * axes.mesh.ndim
+    inner = [Replicate()] * (partial.mesh.ndim - axes.mesh.ndim)
+    flags = Spec(partial.mesh, [*data, *inner], (axes.num_leaf_shards, count), None, dtype=dtype)
+    order = ((0, axes.axes_of_leaves),) if axes.axes_of_leaves else ()
+    placements = [*axes.placements(Shard(0)), *inner]
+    return flags, flags.with_(placements=placements, shard_order=order)
+
+
+@lru_cache(maxsize=1024)
+def scattered_flags(reduced: Spec, axes: DataAxes) -> Spec:
+    """Return the layout of flags that are summed over the shards, but not over the replicas."""
+    replicas = axes.mesh.ndim - axes.num_sharding_axes
+    data = [*[Partial()] * replicas, *[Shard(0)] * axes.num_sharding_axes]
+    return reduced.with_(placements=[*data, *reduced.placements[axes.mesh.ndim :]])
+
+
+@lru_cache(maxsize=1024)
+def layout_with_averages(layout: Spec, data_axes: int) -> Spec:
+    """Return the layout with averages in place of sums over the data axes, the first axes."""
+    placements = [*layout.placements]
+    for axis, placement in enumerate(placements[:data_axes]):
+        if isinstance(placement, Partial):
+            placements[axis] = Partial("avg")
+    return layout.with_(placements=placements)
+
+
+@lru_cache(maxsize=1024)
+def on_own_groups(layout: Spec) -> Spec:
+    """Return the same layout on a mesh with separate process groups for reductions."""
+    mesh = with_own_groups(layout.mesh, _OWN_GROUPS)
+    return Spec(
+        mesh,
+        layout.placements,
+        layout.shape,
+        layout.stride,
+        dtype=layout.dtype,
+        shard_order=layout.shard_order,
+    )
