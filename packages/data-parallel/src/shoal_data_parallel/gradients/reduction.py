@@ -123,7 +123,7 @@ class GroupReduction:
         self._gradients: Callable[[], list[Tensor]] | None = None
         # the summed flags of all ranks, if this rank needs them to know which gradients exist
         self._flags: Tensor | None = None
-        # the group's extra flags, summed over the ranks
+        # the group's extra flags, summed over the ranks; None for a group without
         self.extra: Tensor | None = None
 
     @classmethod
@@ -289,16 +289,18 @@ class GroupReduction:
         is_offloaded = computes_on_device and any(leaf.is_cpu for leaf in leaves)
         is_downloaded = is_offloaded and not self.stops_at_replicas
         self._gradients = download(reduced) if is_downloaded else lambda: reduced
-        if isinstance(flags, FakeTensor):
+        # If this rank has all gradients, they all exist, and no flag has to be read.
+        needs_flags = not all(self._present) or self._scattered or self.stops_at_replicas
+        if isinstance(flags, FakeTensor) or not (needs_flags or group.extra_flags):
             return
         count = len(self._present)
         row = flags.reshape(-1, count + group.extra_flags)[0]
-        self.extra = row[count:]
-        if flags.dtype in self._averaged_types:
-            self.extra = self.extra * group.num_ranks
-        # If this rank has all gradients, they all exist, and no flag has to be read.
-        if not all(self._present) or self._scattered or self.stops_at_replicas:
+        if needs_flags:
             self._flags = row[:count]
+        if group.extra_flags:
+            extra = row[count:]
+            is_average = flags.dtype in self._averaged_types
+            self.extra = extra * group.num_ranks if is_average else extra
 
     def _finish(self, reduced: list[Tensor]) -> list[Tensor]:
         """Divide sums, and pass them to the user's hook."""

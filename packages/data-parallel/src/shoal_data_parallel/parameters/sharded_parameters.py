@@ -22,6 +22,7 @@ from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import (
     ShardsInFlight,
     grad_hooked,
+    local_of,
     local_shard,
     memory_of,
     redistribute_shards,
@@ -214,16 +215,14 @@ class ShardedParameter:
 
     def set_dtypes(self) -> None:
         """Set the dtypes of the layouts, which follow from the dtype of the leaf."""
-        leaf = self.leaf
+        # of the local tensor: torch calls a Python function for each attribute of a DTensor
+        dtype = local_of(self.leaf).dtype
         precision = self.precision
-        computed = (
-            precision.param_dtype
-            if precision.param_dtype and leaf.is_floating_point()
-            else leaf.dtype
-        )
+        computed = (precision.param_dtype if dtype.is_floating_point else None) or dtype
         # torch's default for `grad_dtype` is the dtype of the leaf, so another dtype is the choice
         # of the user.
-        chosen = leaf.grad_dtype if leaf.grad_dtype is not leaf.dtype else None
+        grad_dtype = self.leaf.grad_dtype
+        chosen = None if grad_dtype is dtype else grad_dtype
         reduce_dtype = precision.reduce_dtype or chosen or computed
         is_unchanged = computed == self.resting.dtype and reduce_dtype == self.reduced.dtype
         if is_unchanged:
@@ -290,10 +289,12 @@ class ShardedParameter:
         If the leaf has hooks, autograd adds it in a backward of the leaf, which calls them.
         """
         leaf: Any = self.leaf
-        dtype = leaf.grad_dtype or leaf.dtype
-        grad = reduced.to(leaf.device, dtype)
+        local = local_of(leaf)
+        dtype = leaf.grad_dtype or local.dtype
+        grad = reduced.to(local.device, dtype)
         if isinstance(leaf, DTensor):
-            grad = DTensor(grad, leaf.spec if dtype is leaf.dtype else leaf.spec.with_(dtype=dtype))
+            spec = leaf.spec
+            grad = DTensor(grad, spec if dtype is spec.dtype else spec.with_(dtype=dtype))
         # Without sites this is a parameter of `replicate`. Its hooks were called in the backward
         # pass, with the gradient of this rank.
         if self.sites and grad_hooked(leaf):
