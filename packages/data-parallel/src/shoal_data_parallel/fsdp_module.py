@@ -30,8 +30,7 @@ from shoal_mesh.internal import require
 
 from .gradients.communication import AllGather, ReduceScatter
 from .gradients.gradient_group import ReducingModule
-from .gradients.reduction import GroupReduction, deliver
-from .units.schedule import CommContext
+from .gradients.reduction import CommContext, GroupReduction, deliver
 from .units.unit import STATE, Unit, unit_of, units_of
 from .units.unit_passes import as_forward, enter, value_outside
 

@@ -2,7 +2,8 @@
 
 A `GroupReduction` sends the gradients of a group to the layouts of its leaves, in one round of
 collectives over all data axes, or in a round over the shards and one over the replicas. `deliver`
-adds the results to the gradients of the leaves when all have arrived.
+adds the results to the gradients of the leaves when all have arrived. A `CommContext` has the
+reductions that are in flight after their backward.
 """
 
 from __future__ import annotations
@@ -445,3 +446,33 @@ def deliver(reductions: Sequence[GroupReduction]) -> None:
                 reduction.group.parameters[i].accumulate(grad)
     for reduction in incomplete:
         reduction.keep_scattered()
+
+
+class CommContext:
+    """Reductions in flight after their backward.
+
+    A later backward stores their results as gradients, or the user's `finalize_backward` does.
+    """
+
+    def __init__(self) -> None:
+        self.pending: list[GroupReduction] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for a copy of the modules, in which nothing is in flight."""
+        return {"pending": []}
+
+    def take_pending(self) -> list[GroupReduction]:
+        """Return all reductions, in the order in which they began, and forget them."""
+        taken = self.pending
+        self.pending = []
+        return taken
+
+    def drop(self, group: Group) -> None:
+        """Wait for a group's reductions, and drop their results.
+
+        The wait completes the collectives, in which the other ranks take part.
+        """
+        for reduction in self.pending:
+            if reduction.group is group:
+                reduction.wait()
+        self.pending = [reduction for reduction in self.pending if reduction.group is not group]

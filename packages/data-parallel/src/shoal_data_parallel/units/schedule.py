@@ -3,8 +3,7 @@
 A unit has the parameters of one `fully_shard` call, which are gathered and reduced together. The
 outermost module is the `fully_shard` module that contains the others. A `ForwardScope` records
 which modules of a unit are still to run in the unit's forward. A `Schedule` records the order of
-units in a forward, so that the next forward can gather a unit early. A `CommContext` has reductions
-that are in flight after their backward.
+units in a forward, so that the next forward can gather a unit early.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from torch import nn
 
 if TYPE_CHECKING:
-    from ..gradients.gradient_group import Group
-    from ..gradients.reduction import GroupReduction
+    from ..gradients.reduction import CommContext
 
 # These stand for `unit.Unit` and `unit.Forward`, which this file cannot import: `unit` imports this
 # file.
@@ -58,42 +56,14 @@ class ForwardScope(Generic[Forward]):
         self.guards.pop().__exit__(None, None, None)
 
 
-class CommContext:
-    """Reductions in flight after their backward.
-
-    A later backward stores their results as gradients, or the user's `finalize_backward` does.
-    """
-
-    def __init__(self) -> None:
-        self.pending: list[GroupReduction] = []
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy of the modules, in which nothing is in flight."""
-        return {"pending": []}
-
-    def take_pending(self) -> list[GroupReduction]:
-        """Return all reductions, in the order in which they began, and forget them."""
-        taken = self.pending
-        self.pending = []
-        return taken
-
-    def drop(self, group: Group) -> None:
-        """Wait for a group's reductions, and drop their results.
-
-        The wait completes the collectives, in which the other ranks take part.
-        """
-        for reduction in self.pending:
-            if reduction.group is group:
-                reduction.wait()
-        self.pending = [reduction for reduction in self.pending if reduction.group is not group]
-
-
 @dataclass(slots=True, eq=False)
 class Schedule(Generic[Unit]):
     """The units below one outermost module, and the order in which their forwards run."""
 
     # all of them, in one order on all ranks, the outermost first
     units: list[Unit]
+    # reductions that no pass has delivered; modules may share it
+    context: CommContext
     # the order in which units began in the running forward, or in the last one if none is running
     order: list[Unit] = field(default_factory=list)
     # the order in which units ended in that forward
@@ -102,19 +72,12 @@ class Schedule(Generic[Unit]):
     previous: list[Unit] = field(default_factory=list)
     # whether the outermost module's forward is running
     running: bool = False
-    # reductions that no pass has delivered; modules may share it
-    context: CommContext = field(default_factory=CommContext)
     # set by the user: whether the next backward is the last one of a step, and so delivers
     is_last_backward: bool = True
     # set by the user: whether only `finalize_backward` delivers gradients
     finalizes_manually: bool = False
     # set by the user: an event that the next forward's gathers wait for
     post_optimizer_event: Any = None
-
-    @property
-    def defers_delivery(self) -> bool:
-        """True if the end of a backward leaves reductions in flight."""
-        return self.finalizes_manually or not self.is_last_backward
 
     def begin_forward(self, unit: Unit) -> None:
         """Begin a new order if a new forward begins with this unit.

@@ -55,6 +55,7 @@ from .._torch import preserving_versions
 from ..gradients.communication import CustomGather
 from ..gradients.global_losses import watch
 from ..gradients.gradient_group import Group
+from ..gradients.reduction import CommContext
 from ..parameters.agreement import check_values
 from ..parameters.data_axes import DataAxes
 from ..parameters.parameter_meshes import MeshAssignment
@@ -152,7 +153,7 @@ class Unit(Group):
         self.trained: list[int] = []
         # `reshard_after_forward` as a bool: its default differs between outermost and inner units
         self.frees_after_forward = True
-        self.schedule: Schedule[Unit] = Schedule([self])
+        self.schedule: Schedule[Unit] = Schedule([self], CommContext())
         # the axes of the values that stay after a forward, if they differ
         kept_ranks = settings.reshard_after_forward
         self.axes_inside = axes.in_groups_of(kept_ranks) if type(kept_ranks) is int else None

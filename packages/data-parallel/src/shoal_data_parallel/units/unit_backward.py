@@ -27,6 +27,7 @@ from shoal_dtensor.internal import (
 from ..gradients.placeholders import placeholder_for
 from ..gradients.reduction import GroupReduction, deliver, gradients_by_parameter
 from .gathered import Views
+from .schedule import Schedule
 from .unit import Forward, Unit
 
 
@@ -279,13 +280,13 @@ class UnitBackward:
         """
         ready: list[GroupReduction] = []
         for schedule in dict.fromkeys(unit.schedule for unit in self._units):
-            if not schedule.defers_delivery and not captures:
+            if not captures and not _defers_delivery(schedule):
                 ready += schedule.context.take_pending()
         for reduction in self._reductions:
             schedule = cast(Unit, reduction.group).schedule
             # its sums over the shards go back to the group, for the group's next reduction
             stays_in_group = reduction.stops_at_replicas
-            if schedule.defers_delivery and not reduction.returned and not stays_in_group:
+            if _defers_delivery(schedule) and not reduction.returned and not stays_in_group:
                 schedule.context.pending.append(reduction)
             else:
                 ready.append(reduction)
@@ -306,6 +307,11 @@ class UnitBackward:
         self.gathered.clear()
         for outermost in self._units.values():
             outermost.backward = None if outermost.backward is self else outermost.backward
+
+
+def _defers_delivery(schedule: Schedule[Unit]) -> bool:
+    """Return whether the end of a backward leaves reductions in flight."""
+    return schedule.finalizes_manually or not schedule.is_last_backward
 
 
 def running_backward() -> UnitBackward:
