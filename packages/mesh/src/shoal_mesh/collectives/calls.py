@@ -278,7 +278,7 @@ def are_equal(sizes: Sizes) -> bool:
 
     The sizes may be symbols of a compiler, which have no hash.
     """
-    return all(size == sizes[0] for size in sizes)
+    return not sizes or sizes.count(sizes[0]) == len(sizes)
 
 
 def check_root(index: int, comm: Comm, name: str) -> None:

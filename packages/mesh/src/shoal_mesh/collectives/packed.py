@@ -126,7 +126,8 @@ def _start_message(
     """Start the collective in shared memory if that can carry it, else by the backend."""
     pending: Pending[Flat] = Pending((), None)
     follows_tree = bool(op) and in_tree(tensors[0], op)
-    if comm.size > 1 and not is_traced(tensors[0]) and not follows_tree:
+    are_traced = is_traced(tensors[0])
+    if comm.size > 1 and not are_traced and not follows_tree:
         order = comm.order if kind == "all_gather" else None
 
         def receive(arrived: Flat) -> None:
@@ -150,24 +151,30 @@ def _start_message(
     arriving = [sizes[comm.rank]] if kind == "reduce_scatter" else list(sizes)
     # sizes 3, 3: a matrix (2, 3); sizes 3, 1: tensors of (3,) and (1,)
     is_matrix = any(arriving) and are_equal(arriving)
-    message = _in_one_tensor(kind, tensors, comm, sizes, op=op, background=background)
+    # the blocks of a gather that fit together are packed at their place in the result
+    is_in_place = kind == "all_gather" and comm.size > 1 and comm.order is None and is_matrix
+    if is_in_place and not are_traced:
+        message = _gather_in_place(tensors, comm, arriving[0], background)
+    else:
+        message = _in_one_tensor(kind, tensors, comm, sizes, op=op, background=background)
     if is_matrix:
         return message.then(lambda flat: flat.view(len(arriving), -1))
     return message.then(lambda flat: torch.split(flat, arriving))
+
+
+def _gather_in_place(tensors: list[Tensor], comm: Comm, size: int, background: bool) -> Pending:
+    """Gather equal blocks of `size` elements, whose index order is the group's order."""
+    out = calls.in_huge_pages(tensors[0].new_empty(comm.size * size))
+    # rank 2, blocks of 3: 6:9
+    own_place = out.narrow(0, comm.rank * size, size)
+    own_block = torch.cat(tensors, out=own_place)
+    return calls.all_gather(own_block, comm, background, out)
 
 
 def _in_one_tensor(
     kind: str, tensors: list[Tensor], comm: Comm, sizes: Sizes, op: str, background: bool
 ) -> Pending:
     """Run a collective of the tensors, packed into one message for the backend."""
-    if kind == "all_gather" and _is_even_in_order(tensors, comm, sizes):
-        size = sizes[0]
-        # this rank's block is packed at its place in the result
-        out = calls.in_huge_pages(tensors[0].new_empty(comm.size * size))
-        # rank 2, blocks of 3: 6:9
-        own_place = out.narrow(0, comm.rank * size, size)
-        own_block = torch.cat(tensors, out=own_place)
-        return calls.all_gather(own_block, comm, background, out)
     # The message of a single tensor is the caller's memory, so it is copied if it is reduced in
     # place.
     is_copied = len(tensors) > 1 or kind == "all_reduce" or comm.size == 1
@@ -184,13 +191,6 @@ def _in_one_tensor(
     if kind == "all_reduce":
         return start_reduction(message, comm, recipe, background)
     return start_block_reduction(message, comm, recipe, background, sizes=sizes)
-
-
-def _is_even_in_order(tensors: list[Tensor], comm: Comm, sizes: Sizes) -> bool:
-    """Return whether several ranks gather equal blocks, and index order is the group's order."""
-    if comm.size == 1 or comm.order is not None:
-        return False
-    return are_equal(sizes) and not is_traced(tensors[0])
 
 
 def _run_coalesced(
