@@ -46,6 +46,7 @@ from ._torch.tensors import (
     shares_memory,
     types_are_checked,
     unwatched,
+    unwatched_by_subclasses,
     unwatched_functions,
 )
 from .api.constructors import distribute_with

@@ -147,7 +147,8 @@ def redistribute_shards(
 
 
 def _plans_of(moves: tuple[tuple[Spec, Spec], ...]) -> Sequence[Plan]:
-    if any(src.example is not None for src, _ in moves):
+    symbolic = [src for src, _ in moves if src.example is not None]
+    if symbolic:
         # Plans for symbolic sizes are not cached, because symbols would keep their compiler.
         return [plan(src, dst) for src, dst in moves]
     return _cached_plans_of(moves, USER_TOPOLOGIES.version)

@@ -243,7 +243,8 @@ def schedule_of(
 
     With `packs`, a tensor that is sent alone is packed too.
     """
-    if any(plan.src.example is not None for plan in plans):
+    symbolic = [plan for plan in plans if plan.src.example is not None]
+    if symbolic:
         # A schedule for symbolic sizes is not cached, because symbols would keep their compiler.
         return _schedule_of.__wrapped__(plans, devices, packs)
     return _schedule_of(plans, devices, packs)
@@ -427,7 +428,7 @@ class PackedCollective:
         # A reduce-scatter brings one flat tensor for all legs, an all-reduce one for each leg.
         if self._kind == "reduce_scatter":
             sizes_of_legs = [sizes[self._comm.rank] for sizes in self._arrivals]
-            arrived = torch.split(arrived[0], sizes_of_legs)
+            arrived = arrived[0].split_with_sizes(sizes_of_legs)
         return [flat.view(leg.call.shape) for flat, leg in zip(arrived, self._legs, strict=True)]
 
     def _join(self, arrived: Sequence[Tensor] | Tensor, wanted: Sequence[Tensor]) -> list[Tensor]:
@@ -468,7 +469,7 @@ class PackedCollective:
                 out = arrived.new_empty(size * length).view(leg.call.shape)
             results.append(out)
         rows = [result.view(size, -1) for result in results]
-        copy_each(rows, list(torch.split(arrived, lengths, 1)))
+        copy_each(rows, arrived.split_with_sizes(lengths, 1))
         return results
 
 
