@@ -27,8 +27,8 @@ BOUNDS = {
     "redistribution": (18, 19),
     "column linear, forward": (3, 3),
     "column linear, backward": (4, 4),
-    "fully_shard unit, forward": (24, 36),
-    "fully_shard unit, backward": (29, 45),
+    "fully_shard unit, forward": (17, 27),
+    "fully_shard unit, backward": (22, 35),
     "verify": (25, 44),
     "all-reduce": (8, 8),
 }

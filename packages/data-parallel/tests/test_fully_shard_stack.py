@@ -160,9 +160,9 @@ def test_modules_that_are_gathered_ahead_are_those_that_were_named() -> None:
     seen: list[str] = []
     begin = Unit.start_gathering
 
-    def start(unit: Unit) -> None:
+    def start(unit: Unit, *versions: Any) -> None:
         before = unit.state
-        begin(unit)
+        begin(unit, *versions)
         if unit.state is UnitState.GATHERING and unit.state is not before and unit in numbers:
             seen.append(f"gather {numbers[unit]}")
 

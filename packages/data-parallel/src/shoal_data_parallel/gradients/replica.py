@@ -37,7 +37,6 @@ from .._torch import run_when_ready
 from ..parameters.data_axes import DataAxes
 from ..parameters.leaf_checks import check_steps_in_backward
 from ..parameters.sharded_parameters import (
-    GradientSwitch,
     ShardedParameter,
     install_switch,
     start_to_gather,
@@ -136,7 +135,7 @@ class Replica:
             apply: Any = ReplicaView.apply
             view = apply(self, interceptor, leaf, shard)
             self.recorded_view = view
-            install_switch(view, GradientSwitch(self.target, view))
+            install_switch(view, self.target)
             # Autograd runs nodes that are ready in the reverse order of their creation. The view's
             # node is created before all forwards, so without this call it would run last, and no
             # bucket would be complete before the end of the pass.

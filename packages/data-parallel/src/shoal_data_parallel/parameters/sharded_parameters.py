@@ -10,7 +10,8 @@ With data axes of 2 ranks and a tensor-parallel axis of 2, a column-parallel wei
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 from weakref import ref
 
@@ -22,10 +23,10 @@ from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import (
     ShardsInFlight,
     grad_hooked,
-    local_of,
     local_shard,
     memory_of,
     redistribute_shards,
+    unwatched_by_subclasses,
     upload_packed,
 )
 from shoal_mesh import purpose
@@ -86,15 +87,25 @@ class ShardedParameter:
     # what is sent in place of the shard, if the class of the parameter decides it
     extension: GatherExtension | None = None
 
-    @property
-    def partial(self) -> Spec:
-        """The layout of gradients before their reduction over the data axes."""
+    # The next two follow from the fields above, and are read in every pass.
+    # from the layout at rest to the layout in which modules compute
+    to_gather: LayoutMove = field(init=False)
+    # the layout of gradients before their reduction over the data axes
+    partial: Spec = field(init=False)
+    # the dtype and the `grad_dtype` of the leaf when the layouts were set last
+    _dtypes_of_leaf: tuple[torch.dtype, torch.dtype | None] | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self._follow_layouts()
+
+    def _follow_layouts(self) -> None:
         styled: tuple[Placement, ...] = ()
         if self.declared is not None:
             styled = self.declared.gradient
         elif self.styled is not None:
             styled = self.styled.placements
-        return partial_over_data(self.reduced, styled)
+        self.to_gather = LayoutMove(self.resting, self.gathered)
+        self.partial = partial_over_data(self.reduced, styled)
 
     @property
     def is_on_data_axes(self) -> bool:
@@ -215,13 +226,18 @@ class ShardedParameter:
 
     def set_dtypes(self) -> None:
         """Set the dtypes of the layouts, which follow from the dtype of the leaf."""
-        # of the local tensor: torch calls a Python function for each attribute of a DTensor
-        dtype = local_of(self.leaf).dtype
+        leaf = self.leaf
+        dtype = leaf.dtype
+        grad_dtype = leaf.grad_dtype
+        dtypes = dtype, grad_dtype
+        # the usual case in every pass
+        if dtypes == self._dtypes_of_leaf:
+            return
+        self._dtypes_of_leaf = dtypes
         precision = self.precision
         computed = (precision.param_dtype if dtype.is_floating_point else None) or dtype
         # torch's default for `grad_dtype` is the dtype of the leaf, so another dtype is the choice
         # of the user.
-        grad_dtype = self.leaf.grad_dtype
         chosen = None if grad_dtype is dtype else grad_dtype
         reduce_dtype = precision.reduce_dtype or chosen or computed
         is_unchanged = computed == self.resting.dtype and reduce_dtype == self.reduced.dtype
@@ -231,6 +247,7 @@ class ShardedParameter:
         self.gathered = self.gathered.with_(dtype=computed)
         self.inner = self.inner.with_(dtype=computed) if self.inner else None
         self.reduced = self.reduced.with_(dtype=reduce_dtype)
+        self._follow_layouts()
 
     def gradient(self, grad: Tensor | None) -> tuple[Tensor, Spec]:
         """Return the dense local gradient of the tensor that modules saw; zeros for None.
@@ -289,20 +306,24 @@ class ShardedParameter:
         If the leaf has hooks, autograd adds it in a backward of the leaf, which calls them.
         """
         leaf: Any = self.leaf
-        local = local_of(leaf)
-        dtype = leaf.grad_dtype or local.dtype
-        grad = reduced.to(local.device, dtype)
+        # Torch calls a Python function for each attribute of a DTensor, but not in this block.
+        with unwatched_by_subclasses():
+            dtype = leaf.grad_dtype or leaf.dtype
+            device = leaf.device
+            accumulated = leaf.grad
+            # Without sites this is a parameter of `replicate`. Its hooks were called in the
+            # backward pass, with the gradient of this rank.
+            calls_hooks = bool(self.sites) and grad_hooked(leaf)
+        grad = reduced.to(device, dtype)
         if isinstance(leaf, DTensor):
             spec = leaf.spec
             grad = DTensor(grad, spec if dtype is spec.dtype else spec.with_(dtype=dtype))
-        # Without sites this is a parameter of `replicate`. Its hooks were called in the backward
-        # pass, with the gradient of this rank.
-        if self.sites and grad_hooked(leaf):
+        if calls_hooks:
             torch.autograd.backward([leaf], [grad])
-        elif leaf.grad is None:
+        elif accumulated is None:
             leaf.grad = grad
         else:
-            leaf.grad += grad
+            accumulated += grad
 
 
 # --- what ranks send to gather --------------------------------------------------------------------
@@ -319,7 +340,9 @@ def shards_to_send(parameters: Sequence[ShardedParameter]) -> list[Tensor]:
     shards: list[Tensor] = [local_shard(leaf).detach() for leaf in leaves]
     device = torch.device(parameters[0].gathered.mesh.device_type)
     dtypes = [p.resting.dtype for p in parameters]
-    on_host = [i for i, shard in enumerate(shards) if shard.is_cpu and device.type != "cpu"]
+    on_host: list[int] = []
+    if device.type != "cpu":
+        on_host = [i for i, shard in enumerate(shards) if shard.is_cpu]
     if on_host:
         sent = upload_packed([shards[i] for i in on_host], device, [dtypes[i] for i in on_host])
         for i, shard in zip(on_host, sent, strict=True):
@@ -334,6 +357,8 @@ def parts_to_send(parameters: Sequence[ShardedParameter]) -> tuple[list[Tensor],
     """
     # Shards of parameters without an extension are copied to the device all together.
     plain = [i for i, parameter in enumerate(parameters) if parameter.extension is None]
+    if len(plain) == len(parameters):
+        return shards_to_send(parameters), [parameter.to_gather for parameter in parameters]
     shards = shards_to_send([parameters[i] for i in plain])
     shard_at = dict(zip(plain, shards, strict=True))
     tensors: list[Tensor] = []
@@ -341,7 +366,7 @@ def parts_to_send(parameters: Sequence[ShardedParameter]) -> tuple[list[Tensor],
     for i, parameter in enumerate(parameters):
         if parameter.extension is None:
             tensors.append(shard_at[i])
-            moves.append(LayoutMove(parameter.resting, parameter.gathered))
+            moves.append(parameter.to_gather)
             continue
         shard = parameter.shard_on_device()
         parts, moves_of_parts = parameter.extension.send(shard)
@@ -360,11 +385,11 @@ def start_to_gather(parameters: Sequence[ShardedParameter], text: str) -> Shards
 # --- tensors that modules hold in place of a parameter --------------------------------------------
 
 
-class GradientSwitch:
-    """A replacement of `requires_grad_` for the tensor that modules use of a trained parameter.
+def install_switch(recorded: Any, parameter: ShardedParameter) -> None:
+    """Replace `requires_grad_` of the tensor that modules use of a trained parameter.
 
     The tensor is computed from the parameter's leaf, and torch allows `requires_grad_(False)` only
-    on leaves. A call of the switch changes two things:
+    on leaves. A call changes two things:
 
     | call                    | the modules get                     | the leaf, for later forwards |
     | ----------------------- | ----------------------------------- | ---------------------------- |
@@ -372,41 +397,30 @@ class GradientSwitch:
     | `requires_grad_(True)`  | `recorded`, which autograd recorded | is trained                   |
 
     Args:
-        parameter: the parameter.
         recorded: the tensor that autograd has recorded.
+        parameter: the parameter.
     """
-
-    __slots__ = ("_recorded", "parameter")
-
-    def __init__(self, parameter: ShardedParameter, recorded: Tensor) -> None:
-        self.parameter = parameter
-        # A weak reference, because the switch is an attribute of the tensor. The caller (a unit's
-        # views, or a replica) keeps the tensor alive as long as modules may use it.
-        self._recorded = ref(recorded)
-
-    def __call__(self, requires_grad: bool = True) -> Tensor | None:
-        """Give the modules the recorded tensor, or a detached one; return the tensor.
-
-        Returns None if the recorded tensor is freed: then only the leaf is changed.
-        """
-        self.parameter.leaf.requires_grad_(requires_grad)
-        recorded = self._recorded()
-        if recorded is None:
-            return None
-        shown = recorded
-        if not requires_grad:
-            shown = recorded.detach()
-            install_switch(shown, self)
-        self.parameter.put(shown)
-        return shown
+    # A weak reference, because the function is an attribute of the tensor. The caller (a unit's
+    # views, or a replica) keeps the tensor alive as long as modules may use it.
+    recorded.requires_grad_ = partial(_switch_gradient, parameter, ref(recorded))
 
 
-def install_switch(tensor: Any, switch: GradientSwitch) -> None:
-    """Replace `tensor.requires_grad_` by a switch.
+def _switch_gradient(
+    parameter: ShardedParameter, recorded: ref[Tensor], requires_grad: bool = True
+) -> Tensor | None:
+    """Give the modules the recorded tensor, or a detached one; return the tensor.
 
-    Torch refuses such calls for tensors that are not leaves.
+    Returns None if the recorded tensor is freed: then only the leaf is changed.
     """
-    tensor.requires_grad_ = switch
+    parameter.leaf.requires_grad_(requires_grad)
+    shown: Any = recorded()
+    if shown is None:
+        return None
+    if not requires_grad:
+        shown = shown.detach()
+        shown.requires_grad_ = partial(_switch_gradient, parameter, recorded)
+    parameter.put(shown)
+    return cast(Tensor, shown)
 
 
 # what code that knows the parameter as a DTensor may ask it for

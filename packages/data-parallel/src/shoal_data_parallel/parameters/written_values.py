@@ -71,3 +71,8 @@ def digest_of(tensor: Tensor) -> Tensor:
     real = torch.view_as_real(local) if local.is_complex() else local
     bits = real.contiguous().view(_INTEGERS[real.element_size()])
     return bits.sum(dtype=torch.int64)
+
+
+def have_same_bits(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one shape and dtype hold the same bits, NaNs included."""
+    return torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))

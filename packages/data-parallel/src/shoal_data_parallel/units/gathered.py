@@ -16,12 +16,14 @@ from torch import Tensor
 from shoal_dtensor import Spec
 from shoal_dtensor.internal import (
     FakeTensor,
+    ShardsInFlight,
     is_compiling,
     open_blocks,
     replicas_are_compared,
 )
 from shoal_mesh.internal import observers
 
+from ..gradients.communication import CustomGather
 from ..parameters.sharded_parameters import ShardedParameter
 from ..parameters.written_values import digest_of
 from .lent_values import LentCopy
@@ -29,6 +31,15 @@ from .lent_values import LentCopy
 # The default process group, then for each leaf its version, the version of its shard, the shard's
 # memory and its dtype (`Unit.versions`).
 Versions = list[tuple[object, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class GatherInFlight:
+    """Shards in flight, the versions of the leaves that were sent, and the layouts that arrive."""
+
+    values: ShardsInFlight | CustomGather
+    versions: Versions
+    layouts: Sequence[Spec]
 
 
 class ValueComparison:
@@ -91,15 +102,13 @@ class Gathered:
                 device = spec.mesh.device_type
                 tensor = torch.empty(spec.local_shape, dtype=spec.dtype, device=device)
                 self.received.append(tensor)
-        for tensor in self.received:
-            _resize(tensor, tensor.numel() * tensor.element_size())
+        _allocate(self.received)
         return self.received
 
     def complete(self, parameters: Sequence[ShardedParameter]) -> None:
         """Make the gathered tensors from the values that have arrived, or refill them."""
         is_first = not self.tensors
-        for tensor in self.inner:
-            _resize(tensor, tensor.numel() * tensor.element_size())
+        _allocate(self.inner)
         outputs_by_parameter = self._received_by_parameter(parameters)
         for i, parameter in enumerate(parameters):
             outputs = outputs_by_parameter[i]
@@ -138,9 +147,9 @@ class Gathered:
         """
         self.has_values = True
         self.counters_when_filled = [tensor._version for tensor in self.tensors]
-        are_fake = any(isinstance(tensor, FakeTensor) for tensor in self.tensors)
-        reads_values = reads_values and not are_fake
-        self.digests_when_filled = [*map(digest_of, self.tensors)] if reads_values else []
+        self.digests_when_filled = []
+        if reads_values and not any(isinstance(tensor, FakeTensor) for tensor in self.tensors):
+            self.digests_when_filled = [*map(digest_of, self.tensors)]
 
     @property
     def were_written(self) -> bool:
@@ -172,17 +181,18 @@ class Gathered:
         if keeps_memory:
             return
         for tensor in (*self.received, *self.inner):
-            _resize(tensor, 0)
+            storage = tensor.untyped_storage()
+            # memory that an array of numpy refers to cannot be freed
+            if storage.resizable():
+                storage.resize_(0)
 
 
-def _resize(tensor: Tensor, size: int) -> None:
-    """Change the number of bytes of a tensor's memory; memory that is there stays where it is.
-
-    Memory that an array of numpy refers to keeps its size.
-    """
-    storage = tensor.untyped_storage()
-    if storage.nbytes() != size and storage.resizable():
-        storage.resize_(size)
+def _allocate(tensors: Sequence[Tensor]) -> None:
+    """Give tensors memory; memory that is there stays where it is."""
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if not storage.nbytes() and storage.resizable():
+            storage.resize_(tensor.nbytes)
 
 
 class Views(list[Tensor]):

@@ -42,12 +42,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal_dtensor import Spec
 from shoal_dtensor.errors import StyleError, TiedWeightError
 from shoal_dtensor.internal import (
-    ShardsInFlight,
     redistribute_shards,
     register_owner,
+    unwatched_by_subclasses,
 )
 from shoal_mesh import purpose
 
@@ -67,7 +66,8 @@ from ..parameters.sharded_parameters import (
     start_to_gather,
 )
 from ..parameters.sharding import make_whole, shard_parameter
-from .gathered import Gathered, ValueComparison, Versions, Views
+from ..parameters.written_values import have_same_bits
+from .gathered import Gathered, GatherInFlight, ValueComparison, Versions, Views
 from .schedule import ForwardScope, Schedule
 from .shared_shards import SharedShards
 from .unit_settings import UnitSettings
@@ -107,15 +107,6 @@ class Forward:
     nodes: Sequence[Any] = ()
     # the unit whose forward ended just before, so that its backward begins next; empty if none
     before: Sequence[Unit] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    """Shards in flight, the versions of the leaves that were sent, and the layouts that arrive."""
-
-    values: ShardsInFlight | CustomGather
-    versions: Versions
-    layouts: Sequence[Spec]
 
 
 class Unit(Group):
@@ -167,7 +158,7 @@ class Unit(Group):
         # the versions of the leaves that were sent, and the tensors that modules see in place of
         # the leaves.
         self.current = Gathered([])
-        self._in_flight: _InFlight | None = None
+        self._in_flight: GatherInFlight | None = None
         self.exposed: Views | None = None
 
         # The passes, written by `unit_passes` and `unit_backward`: the progress of the running
@@ -307,7 +298,8 @@ class Unit(Group):
     def find_trained(self) -> list[int]:
         """Return the parameters that require gradients now, or have kept ones."""
         held = {*self.kept, *self.scattered}
-        return [i for i, p in enumerate(self.parameters) if p.leaf.requires_grad or i in held]
+        with unwatched_by_subclasses():
+            return [i for i, p in enumerate(self.parameters) if p.leaf.requires_grad or i in held]
 
     # --- the state and its transitions ------------------------------------------------------------
 
@@ -327,13 +319,16 @@ class Unit(Group):
         Gathered values are out of date if any of them has changed.
         """
         world = dist.group.WORLD
-        return [(world and ref(world),), *(p.version() for p in self.parameters)]
+        # Torch calls a Python function for each attribute of a DTensor, but not in this block.
+        with unwatched_by_subclasses():
+            return [(world and ref(world),), *[p.version() for p in self.parameters]]
 
     def gather_ahead(self) -> None:
         """Send the shards before modules need the values."""
         # the unit has not adopted a change of its leaves' dtypes yet
-        for parameter in self.parameters:
-            parameter.set_dtypes()
+        with unwatched_by_subclasses():
+            for parameter in self.parameters:
+                parameter.set_dtypes()
         self.start_gathering()
 
     def start_to_update_replicas(self) -> None:
@@ -348,9 +343,13 @@ class Unit(Group):
             )
         self.shared.start_to_update(self.parameters)
 
-    def start_gathering(self) -> None:
-        """Send the shards, unless the values of the leaves are here or in flight."""
-        versions = self.versions
+    def start_gathering(self, versions: Versions | None = None) -> None:
+        """Send the shards, unless the values of the leaves are here or in flight.
+
+        Args:
+            versions: `self.versions`, if the caller knows them.
+        """
+        versions = self.versions if versions is None else versions
         is_here = self.current.has_values and self.current.versions == versions
         is_coming = self._in_flight is not None and self._in_flight.versions == versions
         if not self.parameters or is_here or is_coming:
@@ -365,7 +364,7 @@ class Unit(Group):
             )
         self._in_flight = self._send_shards(versions)
 
-    def _send_shards(self, versions: Versions) -> _InFlight:
+    def _send_shards(self, versions: Versions) -> GatherInFlight:
         all_gather = self.communication.all_gather
         axes_inside = self.axes_inside if self.current.shards else None
         with purpose(f"fully_shard gathers {self.name}"):
@@ -380,8 +379,8 @@ class Unit(Group):
                 sent, moves = parts_to_send(self.parameters)
             layouts = [move.target for move in moves]
             if all_gather is None:
-                return _InFlight(redistribute_shards(sent, moves), versions, layouts)
-            return _InFlight(CustomGather(all_gather, axes, sent, moves), versions, layouts)
+                return GatherInFlight(redistribute_shards(sent, moves), versions, layouts)
+            return GatherInFlight(CustomGather(all_gather, axes, sent, moves), versions, layouts)
 
     def finish_gathering(self) -> None:
         """Wait for values in flight, if there are some, and write them to the gathered tensors."""
@@ -476,7 +475,7 @@ class Unit(Group):
         text = f"fully_shard compares {self.name} with its shards"
         with torch.no_grad():
             again = start_to_gather(self.parameters, text).wait()
-            return all(map(_have_same_bits, self.current.received, again))
+            return all(map(have_same_bits, self.current.received, again))
 
     def check_frozen(self) -> None:
         """Raise StyleError if the modules' view of a frozen parameter was made to require grad."""
@@ -526,11 +525,6 @@ class Unit(Group):
         self.drop_kept()
         self.hide()
         self.current.release(keeps_memory=self.settings.keep_unsharded_storage)
-
-
-def _have_same_bits(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors of one shape and dtype hold the same bits, NaNs included."""
-    return torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
 
 
 def units_of(module: nn.Module, recurse: bool = True) -> list[Unit]:

@@ -22,6 +22,7 @@ from shoal_dtensor.internal import (
     grad_hooked,
     grad_route,
     running_pass,
+    unwatched_by_subclasses,
 )
 
 from ..gradients.placeholders import placeholder_for
@@ -72,8 +73,12 @@ class GradientRoutes:
 
     # by index of the parameter
     by_parameter: dict[int, GradRoute]
-    # the parameters whose gradients torch.autograd.grad returns
+    # the parameters whose gradients autograd returns
+    returned: set[int]
+    # those of them whose gradients torch.autograd.grad returns
     captured: set[int]
+    # whether autograd accumulates the gradients of all parameters
+    all_accumulate: bool
     # whether this rank keeps the gradients for a later pass
     are_kept: bool
 
@@ -105,7 +110,8 @@ class UnitBackward:
         if forward in unit.open:
             return
         self._reach(forward)
-        if unit.current is not forward.gathered or forward.gathered.versions != unit.versions:
+        versions = unit.versions
+        if unit.current is not forward.gathered or forward.gathered.versions != versions:
             raise StyleError(
                 f"fully_shard: parameters of {unit.name!r} were written to between a forward and "
                 "its backward, so the values that the forward used are gone; call the optimizer's "
@@ -114,7 +120,8 @@ class UnitBackward:
         if unit.settings.unshard_in_backward:
             # The versions are equal, so values that are here are those of the leaves.
             if not unit.current.has_values:
-                unit.gather()
+                unit.start_gathering(versions)
+                unit.finish_gathering()
             if views is None:
                 unit.hide()
             else:
@@ -126,8 +133,10 @@ class UnitBackward:
         upcoming = forward.before if chosen is None else chosen
         for other in [peer for following in upcoming for peer in following.peers]:
             is_freed = other.used is not None and other.frees_after_forward
+            # The forward has adopted the dtypes of the leaves. If they have changed since then, so
+            # have the versions, and the backward of that unit raises.
             if is_freed and other.settings.unshard_in_backward:
-                other.gather_ahead()
+                other.start_gathering()
         if self._reductions:
             self._reductions[-1].poll()
 
@@ -160,13 +169,21 @@ class UnitBackward:
         unit = forward.unit
         routes: dict[int, GradRoute] = {}
         captured: set[int] = set()
-        for i, node in zip(forward.trained, forward.nodes, strict=True):
-            leaf = unit.parameters[i].leaf
-            routes[i] = grad_route(node, leaf)
-            if routes[i] == "return" and not grad_hooked(leaf):
-                captured.add(i)
+        # Torch calls a Python function for each attribute of a DTensor, but not in this block.
+        with unwatched_by_subclasses():
+            for i, node in zip(forward.trained, forward.nodes, strict=True):
+                leaf = unit.parameters[i].leaf
+                routes[i] = grad_route(node, leaf)
+                if routes[i] == "return" and not grad_hooked(leaf):
+                    captured.add(i)
         may_keep = unit.returns_zero_gradients or not captured
-        return GradientRoutes(routes, captured, are_kept=not unit.syncs and may_keep)
+        return GradientRoutes(
+            routes,
+            returned={i for i, route in routes.items() if route == "return"},
+            captured=captured,
+            all_accumulate={*routes.values()} == {"accumulate"},
+            are_kept=not unit.syncs and may_keep,
+        )
 
     def arrive(self, forward: Forward, i: int, grad: Tensor | None) -> bool:
         """Add a parameter's gradient to the kept one; return whether it was added.
@@ -176,8 +193,7 @@ class UnitBackward:
         """
         unit = forward.unit
         routes = self._routes_of(forward)
-        all_accumulate = {*routes.by_parameter.values()} == {"accumulate"}
-        adds = routes.are_kept or (unit.kept and all_accumulate)
+        adds = routes.are_kept or (unit.kept and routes.all_accumulate)
         if grad is None or routes.by_parameter[i] == "unused" or not adds:
             return False
         unit.add_to_kept(i, grad)
@@ -191,14 +207,15 @@ class UnitBackward:
         unit = forward.unit
         routes = self._routes_of(forward)
         captured = routes.captured
-        returned = {i for i, route in routes.by_parameter.items() if route == "return"}
+        returned = routes.returned
         if forward in self._opened:
             unit.open.discard(forward)
             if not unit.open:
                 unit.end_backward()
+        adds = routes.are_kept or bool(unit.kept)
         wanted: dict[int, Tensor | None] = {}
         for i, grad in zip(forward.trained, grads, strict=True):
-            if routes.by_parameter[i] == "unused" or self.arrive(forward, i, grad):
+            if routes.by_parameter[i] == "unused" or (adds and self.arrive(forward, i, grad)):
                 continue
             wanted[i] = grad
         if routes.are_kept:
@@ -238,12 +255,12 @@ class UnitBackward:
 
         Hooks of leaves that get no gradient are not called.
         """
-        for i, route in self._routes_of(forward).by_parameter.items():
+        # A leaf with another route has no hooks, or autograd does not run its node.
+        for i in self._routes_of(forward).returned | grads.keys():
             leaf = forward.unit.parameters[i].leaf
             if i in grads:
                 self._hooks.enable(leaf)
-            elif route == "return":
-                # A leaf with another route has no hooks, or autograd does not run its node.
+            else:
                 self._hooks.silence(leaf)
         return [grads.get(i) for i in forward.trained]
 

@@ -28,12 +28,13 @@ from shoal_dtensor.internal import (
     in_transform,
     is_compiling,
     is_zero_without_memory,
+    local_of,
     local_shard,
     open_blocks,
     pytree,
-    shares_memory,
     types_are_checked,
     unwatched,
+    unwatched_by_subclasses,
 )
 from shoal_mesh.internal import observers
 
@@ -45,7 +46,6 @@ from .._torch import (
 from ..gradients.equal_rows import warn_of_equal_rows
 from ..parameters.gathered_types import declare_whole
 from ..parameters.sharded_parameters import (
-    GradientSwitch,
     install_switch,
     with_methods_of_dtensors,
 )
@@ -223,7 +223,10 @@ def _check_memory(unit: Unit, gathered: Gathered) -> None:
     """
     seen = zip(unit.exposed or (), gathered.tensors, unit.parameters, strict=False)
     for view, tensor, parameter in seen:
-        is_moved = parameter.extension is None and not shares_memory(view, tensor)
+        is_moved = False
+        if parameter.extension is None:
+            local = view if parameter.inner is None else local_of(view)
+            is_moved = local.untyped_storage()._cdata != tensor.untyped_storage()._cdata
         if is_moved or parameter.is_replaced(view):
             unit.hide()
             raise unit.written_error()
@@ -293,8 +296,9 @@ def _enter(unit: Unit, *, private: bool) -> Forward:
             gather again, so the forward gets copies of the gathered values, which stay.
     """
     if unit.exposed is None:
-        for parameter in unit.parameters:
-            parameter.adopt()
+        with unwatched_by_subclasses():
+            for parameter in unit.parameters:
+                parameter.adopt()
     gathered = unit.gather()
     if private:
         gathered = replace(gathered, tensors=[tensor.clone() for tensor in gathered.tensors])
@@ -310,7 +314,7 @@ def _enter(unit: Unit, *, private: bool) -> Forward:
         forward.nodes = [node for node, _ in recorded[0].grad_fn.next_functions[-len(recorded) :]]
         for i, view in zip(unit.trained, recorded, strict=True):
             views[i] = view
-            install_switch(view, GradientSwitch(unit.parameters[i], view))
+            install_switch(view, unit.parameters[i])
     if types_are_checked():
         for parameter, view in zip(unit.parameters, views, strict=True):
             declared = None if parameter.declared is None else parameter.declared.type
@@ -450,10 +454,13 @@ def _guard(forward: Forward) -> saved_tensors_hooks:
 
     def pack(tensor: Tensor) -> Any:
         local = local_shard(tensor) if isinstance(tensor, DTensor) else tensor
-        # the zeros of a tangent have no memory
-        has_memory = type(local) is Tensor and not is_zero_without_memory(local)
-        is_view = has_memory and local.untyped_storage().data_ptr() in gathered_memory
-        if is_view or type(local) in classes:
+        if type(local) is Tensor:
+            # the zeros of a tangent have no memory
+            has_memory = not is_zero_without_memory(local)
+            is_gathered = has_memory and local.untyped_storage().data_ptr() in gathered_memory
+        else:
+            is_gathered = type(local) in classes
+        if is_gathered:
             # a tensor that may have no memory when it is read
             return forward, tensor
         if outside is not None:
