@@ -271,13 +271,14 @@ class UnitBackward:
         # True in a pass of torch.autograd.grad
         captures = any(routes.captured for routes in self._routes.values())
         for unit, outermost in self._units.items():
+            if unit in reduced or not (unit.syncs and unit.trained):
+                continue
             # A rank on which none of a unit's parameters was used takes part in the reduction all
             # the same.
             delivers = outermost.backward is self and not captures
             wants_zeros = unit.communication.zeros_for_unused and unit.used is not None
             takes_part = delivers and (unit.holds_gradients or wants_zeros)
-            must_reduce = unit in opened or takes_part
-            if unit.syncs and unit.trained and must_reduce and unit not in reduced:
+            if unit in opened or takes_part:
                 self._reductions.append(GroupReduction.start(unit, {}))
         self._hooks.restore()
         self._deliver(captures=captures)
