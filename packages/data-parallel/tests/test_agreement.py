@@ -18,6 +18,7 @@ from torch._subclasses import FakeTensorMode
 
 from data_parallel_model import mesh_of
 from shoal_data_parallel import FSDPModule, ReplicateModule, StyleError, fully_shard, replicate
+from shoal_dtensor import Shard
 from shoal_mesh import CommDebugMode, LockstepError
 from shoal_mesh.testing import on_ranks
 
@@ -56,6 +57,19 @@ def test_ranks_with_different_parameters_name_the_first(how: str) -> None:
         # nothing has changed, and the group works
         assert not isinstance(model, FSDPModule | ReplicateModule)
     FUNCTIONS[how](two_layers(), data)(torch.ones(2, 4)).sum().backward()
+
+
+@on_ranks(2)
+def test_ranks_that_choose_different_placements_are_named() -> None:
+    """Each rank took the shards of the others for rows, or for columns, without a word."""
+    data = mesh_of(2, 1)["data"]
+    chosen = Shard(data.get_local_rank())
+    model = nn.Linear(4, 4, bias=False)
+    message = r"weight with Shard\(dim=0\): .* ranks \[0\]; weight with Shard\(dim=1\): .* \[1\]"
+    with pytest.raises(LockstepError, match=message):
+        fully_shard(model, data, shard_placement_fn=lambda _: chosen)
+    assert not isinstance(model, FSDPModule)
+    fully_shard(model, data)(torch.ones(2, 4)).sum().backward()
 
 
 @on_ranks(2)

@@ -129,6 +129,8 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
             module is sharded already or has no forward, or if a parameter is placed on a data axis,
             partial, or replicated by `replicate`; or if a parameter with types has none on an axis
             of the mesh, or one that no layout has.
+        LockstepError: (of shoal_mesh) on all ranks, if they have other parameters, or choose other
+            placements for them.
         StyleError: if parameters have gradients, or are tensors of tensors, as quantized weights
             are, without the methods `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
         TiedWeightError: if a parameter is shared with a module outside of this unit that is a unit
@@ -178,9 +180,15 @@ def install_unit(first_unit: Unit, cls: Any) -> None:
         complete_forwards(unit.axes.mesh, *modules, over_data=dtypes)
     names = {id(p): name for module in modules for name, p in module.named_parameters()}
     for unit in first_unit.peers:
-        owned = [param for param, _ in unit.owned_parameters()]
-        _check_own(modules, owned)
-        check_same_on_data_axes("fully_shard", [(names[id(p)], p) for p in owned], unit.axes)
+        owned = unit.owned_parameters()
+        _check_own(modules, [param for param, _ in owned])
+        described = []
+        for param, sites in owned:
+            # Shards of other placements may have equal sizes, so the ranks compare placements too.
+            placement = unit.assignment.of(param, sites).placement
+            chosen = "" if placement is None else f" with {placement!r}"
+            described.append((f"{names[id(param)]}{chosen}", param))
+        check_same_on_data_axes("fully_shard", described, unit.axes)
     for unit in first_unit.peers:
         unit.take_parameters()
     make_outermost(first_unit, [inner for module in modules for inner in units_of(module)])
