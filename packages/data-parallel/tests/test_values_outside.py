@@ -1,6 +1,6 @@
 """Parameters that a loss reads between a forward and its backward, on real gloo ranks.
 
-Covers: units/lent_values.py.
+Covers: units/lent_values.py, gradients/global_losses.py.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh as init_mesh_of_torch
 from torch.distributed.fsdp import fully_shard as fully_shard_of_torch
+from torch.utils.checkpoint import checkpoint
 
 from data_parallel_model import same_gradients
 from shoal_data_parallel import StyleError, fully_shard, replicate
-from shoal_dtensor import DTensor
+from shoal_dtensor import DTensor, distribute_module
 from shoal_dtensor.errors import MixedTensorError
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import on_ranks
@@ -164,3 +165,117 @@ def test_where_nothing_is_gathered_the_error_names_the_way_out() -> None:
     out = model(torch.ones(2, 4))
     with pytest.raises(MixedTensorError, match=r"full_tensor\(\) returns its values"):
         out * model.bias
+
+
+class Criterion(nn.Module):
+    """A child of a model without a forward, whose parameters a loss uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_sigma = nn.Parameter(torch.tensor(0.3))
+
+
+class Regression(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.criterion = nn.Linear(4, 3), Criterion()
+        self.scale = nn.Parameter(torch.tensor([0.2]))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.body(x)
+
+
+def times_a_child(model: Any, x: Tensor, values: Callable[[Any], Any]) -> Any:
+    return model(x).square().mean() * values(model.criterion.log_sigma).exp()
+
+
+def divided_by_a_power(model: Any, x: Tensor, values: Callable[[Any], Any]) -> Any:
+    return model(x).square().mean() / (values(model.criterion.log_sigma) + 2) ** 2
+
+
+def of_a_checkpoint(model: Any, x: Tensor, values: Callable[[Any], Any]) -> Any:
+    """A reentrant checkpoint runs the forward without a graph, so the unit is free behind it."""
+    out = checkpoint(model, x.clone().requires_grad_(), use_reentrant=True)
+    return (out.square().mean() * values(model.criterion.log_sigma).exp()).sum()
+
+
+def read_before_the_forward(model: Any, x: Tensor, values: Callable[[Any], Any]) -> Any:
+    factor = values(model.scale).exp()
+    return (model(x).square().mean() * factor).sum()
+
+
+def as_units_of_the_body(model: Any) -> Any:
+    mesh = init_device_mesh("cpu", (RANKS,))
+    fully_shard(model.body, mesh)
+    return fully_shard(model, mesh)
+
+
+FACTORS = times_a_child, divided_by_a_power, of_a_checkpoint, read_before_the_forward
+
+
+def freed_after_the_forward(model: Any) -> Any:
+    mesh = init_device_mesh("cpu", (RANKS,))
+    return fully_shard(model, mesh, reshard_after_forward=True)
+
+
+@pytest.mark.parametrize(
+    "parallel", [as_units_of_the_body, as_hybrid, freed_after_the_forward, with_sharded_optimizer]
+)
+@on_ranks(RANKS)
+def test_a_loss_of_each_rank_is_no_factor_of_shards(parallel: Callable[[Any], Any]) -> None:
+    """Each rank took the gradient of its own loss for the gradient of the mean, in silence."""
+    x = rows(1)[0][0]
+    for loss_of in FACTORS:
+        torch.manual_seed(0)
+        plain = Regression().double()
+        model = parallel(copy.deepcopy(plain))
+        mine = x.chunk(RANKS)[torch.distributed.get_rank()]
+        with pytest.raises(StyleError, match=r"equal on all ranks.*full_tensor\(\)\.exp\(\)"):
+            loss_of(model, mine, lambda param: param).backward()
+        model.zero_grad()
+        # the way out
+        loss_of(model, mine, lambda param: param.full_tensor()).backward()
+        for part in x.chunk(RANKS):
+            (loss_of(plain, part, lambda param: param) / RANKS).backward()
+        same_gradients(plain, model)
+
+
+def decayed(model: Any, x: Tensor) -> Any:
+    """The gradient of a term does not depend on the others."""
+    return model(x).square().mean() + sum(param.square().sum() for param in model.parameters())
+
+
+def regularized(model: Any, x: Tensor) -> Any:
+    """The factor of the penalty is equal on all ranks."""
+    strength = model.scale
+    strength = strength.full_tensor() if isinstance(strength, DTensor) else strength
+    return model(x).square().mean() + strength.exp().sum() * model.body.weight.square().sum()
+
+
+@on_ranks(2)
+def test_numbers_that_are_equal_on_all_ranks_are_factors() -> None:
+    x = rows(1)[0][0]
+    for loss_of in (decayed, regularized):
+        torch.manual_seed(0)
+        plain = Regression().double()
+        model: Any = fully_shard(copy.deepcopy(plain), init_device_mesh("cpu", (2,)))
+        loss_of(model, x).backward()
+        loss_of(plain, x).backward()
+        same_gradients(plain, model)
+
+
+@on_ranks(4)
+def test_tensor_parallel_parameters_take_the_loss_of_their_replica() -> None:
+    """Their mesh has no data axes: the loss is equal on all of its ranks."""
+    x = rows(1)[0][0]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    torch.manual_seed(0)
+    plain = Regression().double()
+    model: Any = copy.deepcopy(plain)
+    distribute_module(model.criterion, mesh["tensor"])
+    replicate(model, mesh["data"])
+    mine = x.chunk(2)[mesh.get_local_rank("data")]
+    times_a_child(model, mine, lambda param: param).backward()
+    for part in x.chunk(2):
+        (times_a_child(plain, part, lambda param: param) / 2).backward()
+    same_gradients(plain, model)

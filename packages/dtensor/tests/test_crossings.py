@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal_dtensor import DTensor, Shard, Spec, crossings
+from shoal_dtensor import DTensor, Shard, Spec, crossings, zeros
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import fake_world
 
@@ -30,6 +30,9 @@ class Scaling:
         self.notes.append(("leave", spec.placements))
         return grad * 5
 
+    def check_factor(self, node: Any, number: Tensor) -> None:
+        self.notes.append(("factor", number.item()))
+
 
 def test_a_handler_is_called_where_gradients_cross(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crossings, "_installed", [])
@@ -46,3 +49,19 @@ def test_a_handler_is_called_where_gradients_cross(monkeypatch: pytest.MonkeyPat
     assert handler.notes == [("enter", (Shard(0),)), ("leave", (Shard(0),))]
     assert plain.grad is not None
     assert plain.grad.tolist() == [15, 15]
+
+
+def test_a_handler_gets_plain_numbers_on_which_gradients_of_dtensors_depend(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A product's gradient needs its factors, a sum's gradient does not need its terms."""
+    monkeypatch.setattr(crossings, "_installed", [])
+    handler = Scaling()
+    crossings.install_crossings(handler)
+    three, one = torch.tensor(3.0, requires_grad=True), torch.ones((), requires_grad=True)
+    with fake_world(2):
+        shards: Any = zeros(4, device_mesh=init_device_mesh("cpu", (2,)), placements=[Shard(0)])
+        total = (shards.requires_grad_() * three + one).sum()
+        assert not handler.notes
+        total.backward()
+    assert [note for note in handler.notes if note[0] == "factor"] == [("factor", 3.0)]

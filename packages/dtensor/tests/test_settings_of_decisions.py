@@ -173,7 +173,6 @@ ALLOWED = {
     ("dispatch/global_call.py", "get_default_dtype"): "it is an argument of the remembered run",
     ("dispatch/results.py", "get_default_dtype"): "the decision has it, and dispatch compares it",
     ("dispatch/dispatch.py", "get_default_dtype"): "compares it with that of the decision",
-    ("dispatch/argument_readers.py", "is_grad_enabled"): "read in every call",
     ("dispatch/dispatch.py", "is_grad_enabled"): "read in every call",
     ("dispatch/plain_tensors.py", "is_grad_enabled"): "read in every call",
     ("dispatch/results.py", "is_grad_enabled"): "read in every call",

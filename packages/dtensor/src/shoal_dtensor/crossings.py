@@ -31,6 +31,9 @@ class Crossings(Protocol):
     def leave(self, node: Any, grad: Tensor, spec: Spec) -> Tensor:
         """Return the gradient of a plain tensor that counts as a DTensor of this layout."""
 
+    def check_factor(self, node: Any, number: Tensor) -> None:
+        """Check a plain number, on which the gradient that `node` gives to a DTensor depends."""
+
 
 _installed: list[Crossings] = []
 
@@ -53,6 +56,12 @@ def leave(node: Any, grad: Tensor, spec: Spec) -> Tensor:
     for crossings in _installed:
         grad = crossings.leave(node, grad, spec)
     return grad
+
+
+def check_factor(node: Any, number: Tensor) -> None:
+    """Have data parallelism check a plain number, on which the gradient of a DTensor depends."""
+    for crossings in _installed:
+        crossings.check_factor(node, number)
 
 
 def nodes_below(node: Any, ends: Callable[[Any], bool]) -> Iterator[Any]:

@@ -22,12 +22,13 @@ of its own rows. The ranks' gradients 3 and 5 are then summed and divided as for
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any, Literal
 
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointFunction
 
 from shoal_dtensor import DTensor, Partial, Placement, Replicate, Spec
 from shoal_dtensor.errors import StyleError
@@ -218,6 +219,67 @@ class _DataCrossings:
                 loss.add_sharing(crossing.ranks_with_copies)
         return grad if factor == 1 else grad * factor
 
+    def check_factor(self, node: Any, number: Tensor) -> None:
+        """Refuse a rank's loss as the factor of a DTensor that is computed from parameters.
+
+        Example: `model(rows).mean() * model.log_sigma.exp()`, where `log_sigma` is a shard. Each
+        rank would multiply the gradient of `log_sigma` by its own loss, not by the mean of losses.
+
+        Raises:
+            StyleError: if the number is computed from parameters of a data-parallel module.
+        """
+        if isinstance(number, FakeTensor) or number.grad_fn is None:
+            return
+        inputs = [below for below, _ in node.next_functions if below is not None]
+        # While a checkpoint runs again inside of a backward, the number is no input of its node.
+        if number.grad_fn not in inputs:
+            return
+        losses = running_pass().note(LossesOfPass)
+        others = [below for below in inputs if below != number.grad_fn]
+        if any(_is_of_shards(below, losses) for below in others) and _is_of_rank(number, losses):
+            raise StyleError(
+                "a plain number that a data-parallel module computed, such as the loss of this "
+                "rank's rows, was multiplied by a DTensor of parameters outside of a forward. A "
+                "plain number counts as equal on all ranks, so each rank would take the gradient "
+                "of its own loss for the mean. Multiply by the values of the parameter: loss * "
+                "model.log_sigma.full_tensor().exp(). If the number is equal on all ranks, make it "
+                "a DTensor: DTensor.from_local(number, mesh, [Replicate()])"
+            )
+
+
+def _is_of_shards(node: Any, losses: LossesOfPass) -> bool:
+    """Return whether a DTensor on data axes is computed from parameters of one reducer alone."""
+    reducer = _reducer_of_values(node, losses)
+    if reducer is None:
+        return False
+    data = ranks_of(reducer.axes.mesh)
+    meshes = {leaf.device_mesh for leaf in _leaves_below(node, _is_from_local)}
+    # a mesh of tensor-parallel ranks has one of the data-parallel ranks
+    return any(len(ranks_of(mesh) & data) > 1 for mesh in meshes)
+
+
+def _is_of_rank(number: Tensor, losses: LossesOfPass) -> bool:
+    """Return whether a plain number is computed by a module whose gradients a reducer delivers.
+
+    The search ends at nodes such as `full_tensor()`, whose result is equal on all ranks.
+    """
+    for below in nodes_below(number.grad_fn, _takes_whole_gradient):
+        leaf = getattr(below, "variable", None)
+        if leaf is not None and losses.reducer_of(leaf) is not None:
+            return True
+        # The node of a reentrant checkpoint does not have the parameters that its backward uses.
+        if getattr(below, "_forward_cls", None) is CheckpointFunction:
+            return True
+    return False
+
+
+def _leaves_below(node: Any, ends: Callable[[Any], bool]) -> Iterator[Any]:
+    """Yield the parameters from which a tensor is computed; see `nodes_below`."""
+    for below in nodes_below(node, ends):
+        leaf = getattr(below, "variable", None)
+        if leaf is not None:
+            yield leaf
+
 
 def _factor_of_copies(node: Any, losses: LossesOfPass, copies: Ranks) -> float | None:
     """Return the factor of a gradient that each of the ranks `copies` has whole.
@@ -305,8 +367,7 @@ def _reducer_of_values(node: Any, losses: LossesOfPass) -> Reducer | None:
 
 def _has_leaf_with_dims(node: Any) -> bool:
     """Return whether a DTensor is computed from a parameter with at least one dim."""
-    leaves = (getattr(below, "variable", None) for below in nodes_below(node, _is_from_local))
-    return any(leaf is not None and leaf.ndim for leaf in leaves)
+    return any(leaf.ndim for leaf in _leaves_below(node, _is_from_local))
 
 
 def _reducers_below(node: Any, losses: LossesOfPass) -> Iterator[Reducer | None]:

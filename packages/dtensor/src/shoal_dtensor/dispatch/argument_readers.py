@@ -14,7 +14,7 @@ import torch
 from .._torch.operators import OpOverload, is_collective, signature_of
 from ..argument_types import CONVERT, is_torch_dtensor
 from ..errors import MixedTensorError
-from .plain_tensors import Plain, is_candidate, keep_gradient_plain
+from .plain_tensors import Plain, is_candidate, note_gradient
 
 _NUMBERS = frozenset({int, float, bool, complex})
 _NUMERIC = frozenset(
@@ -129,8 +129,8 @@ def _reader_of_anything(op: OpOverload, cls: Any, *, by_value: bool) -> Reader:
                 )
             is_made_by_torch = arg.numel() == 1 or is_candidate(cls, arg)
             key.append(Plain(arg.shape, arg.stride(), arg.dtype, is_made_by_torch))
-            if arg.requires_grad and torch.is_grad_enabled():
-                keep_gradient_plain(arg)
+            if arg.requires_grad:
+                note_gradient(arg)
             return arg.resolve_conj().resolve_neg()
         elif isinstance(arg, list | tuple):
             key.append(len(arg))

@@ -238,6 +238,18 @@ def verify_plain(
     verify_replicated(mesh_of(cls, args, kwargs), str(op), plain, candidates=candidates)
 
 
+def note_gradient(tensor: torch.Tensor) -> None:
+    """Note a plain tensor that requires a gradient, among DTensors of a forward or a backward.
+
+    In a forward, its gradient will be delivered plain. In a backward, a formula of torch computes
+    the gradient of a DTensor from it: it was a factor of the DTensor, for example.
+    """
+    if torch.is_grad_enabled():
+        keep_gradient_plain(tensor)
+    if not tensor.ndim and in_backward():
+        crossings.check_factor(current_node(), tensor)
+
+
 def keep_gradient_plain(tensor: torch.Tensor) -> None:
     """`P or S -> R`: deliver the gradient of a replicated plain tensor whole and plain."""
     # Formulas of torch compute the gradient from DTensors. The code that receives it (an
