@@ -19,7 +19,7 @@ from shoal_dtensor.rules.exchange import Windows
 from shoal_dtensor.testing import validate
 from shoal_dtensor.testing.validate import CallTrial
 from shoal_mesh import CommDebugMode, init_device_mesh
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import fake_world, on_ranks
 
 aten = torch.ops.aten
 CONVOLUTIONS = [
@@ -66,6 +66,27 @@ def test_two_sharded_dims_and_groups() -> None:
     gradient = real(*aten.convolution.default(x, weight, None, *rest).shape)
     arguments = (gradient, x, weight, [6], *rest, [True, True, False])
     assert not validate(aten.convolution_backward.default, *arguments, ways=(3,)).wrong
+
+
+@pytest.mark.parametrize("wants_input", [True, False])
+@pytest.mark.parametrize("placement", [Replicate(), Shard(1)])
+def test_kernels_that_return_the_gradient_of_a_frozen_weight(
+    placement: Replicate | Shard, wants_input: bool
+) -> None:
+    """OneDNN does for float32; its result was taken for the gradient of the bias."""
+    x, weight, bias = real(4, 6, 8).float(), real(6, 6, 3).float(), real(6).float()
+    rest = ([1], [1], [1], False, [0], 1)
+    gradient = real(*aten.convolution.default(x, weight, bias, *rest).shape).float()
+    mask = [wants_input, False, True]
+    of_input, _, of_bias = aten.convolution_backward.default(gradient, x, weight, [6], *rest, mask)
+    with fake_world(1):
+        mesh = init_device_mesh("cpu", (1,))
+        shards = [distribute_tensor(t, mesh, [placement]) for t in (gradient, x, weight)]
+        results = aten.convolution_backward.default(*shards, [6], *rest, mask)
+    assert results[1] is None
+    assert torch.equal(results[2].to_local(), of_bias)
+    assert (results[0] is None) == (not wants_input)
+    assert not wants_input or torch.equal(results[0].to_local(), of_input)
 
 
 # (kernel, stride, padding, dilation, ceil_mode)

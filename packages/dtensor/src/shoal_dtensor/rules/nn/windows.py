@@ -13,7 +13,7 @@ example, linear interpolation by 2:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -394,9 +394,8 @@ def _convolve_backward(local_call: LocalCall) -> LocalFunction | None:
     bias_sizes = call["bias_sizes"] and [channels]
     if not halos and not is_empty:
         has_all_channels = not sharding_axes(weight) and channels == gradient.shape[channel]
-        if has_all_channels:
-            return None
-        return with_arguments(call, groups=groups, bias_sizes=bias_sizes)
+        changes = {} if has_all_channels else {"groups": groups, "bias_sizes": bias_sizes}
+        return _without_unwanted(call, changes)
     sums_bias_apart = is_empty or (call["transposed"] and bool(halos))
     kernel_mask = [wants_input, wants_weight, wants_bias and not sums_bias_apart]
     unpadded = halos.remaining_paddings(call, weight.ndim - 2)
@@ -428,6 +427,24 @@ def _convolve_backward(local_call: LocalCall) -> LocalFunction | None:
         return tuple(results)
 
     return in_every_form(call, run)
+
+
+def _without_unwanted(call: OpCall, changes: Mapping[str, Any]) -> LocalFunction | None:
+    """Return the operator with other arguments, without the gradient of a frozen weight.
+
+    On CPUs, oneDNN computes and returns it for float32 along with the gradient of the bias. Return
+    None if the operator itself can run.
+    """
+    _, wants_weight, wants_bias = call["output_mask"]
+    back = with_arguments(call, **changes)
+    if wants_weight or not wants_bias or call.schema.outs:
+        return back if changes else None
+
+    def run(*args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
+        of_input, _, of_bias = back(*args, **kwargs)
+        return of_input, None, of_bias
+
+    return run
 
 
 _MAXIMA = "max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d"
