@@ -95,6 +95,22 @@ def whole(grad: Any) -> Any:
     return grad.full_tensor() if hasattr(grad, "full_tensor") else grad
 
 
+@pytest.mark.parametrize("parallel", [as_units, as_hybrid, with_sharded_optimizer])
+@on_ranks(RANKS)
+def test_hooks_on_values_between_forward_and_backward(parallel: Callable[[Any], Any]) -> None:
+    """They were dropped, because each read of the parameter made another tensor."""
+    plain = plain_model()
+    model = parallel(copy.deepcopy(plain))
+    mine = rows(RANKS)[torch.distributed.get_rank()]
+    for pair in rows(RANKS):
+        (scaled(plain, *pair) / RANKS).backward()
+    plain.logit_scale.grad *= 2
+    image, text = model(*mine)
+    model.logit_scale.register_hook(lambda grad: grad * 2)
+    (image @ text.T * model.logit_scale.exp()).logsumexp(-1).mean().backward()
+    same_gradients(plain, model)
+
+
 @pytest.mark.parametrize(
     "parallel", [as_units, as_hybrid, with_sharded_optimizer, as_units_of_torch]
 )

@@ -379,7 +379,12 @@ def _lend(unit: Unit, index: int) -> Any:
     lent = forward.gathered.lent
     if index not in lent:
         lent[index] = LentCopy.of(view)
-    return with_methods_of_dtensors(lent[index].with_gradient_of(view), unit.parameters[index].leaf)
+    leaf: Any = unit.parameters[index].leaf
+    values = with_methods_of_dtensors(lent[index].with_gradient_of(view), leaf)
+    # Each read gives another tensor, so a hook goes to the leaf, whose gradient it will get.
+    values.register_hook = leaf.register_hook
+    values.register_post_accumulate_grad_hook = leaf.register_post_accumulate_grad_hook
+    return values
 
 
 class GatheredUnit(Function):
