@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from shoal_dtensor import TensorMeta
+from shoal_dtensor import Replicate, Shard, TensorMeta, distribute_tensor
 from shoal_dtensor.errors import ArgumentValueError
 from shoal_dtensor.rules import OpCall, P, R, Row, Rule, S
 from shoal_dtensor.rules.language.op_call import schema_of
+from shoal_mesh import init_device_mesh
+from shoal_mesh.testing import fake_world
 
 aten = torch.ops.aten
 
@@ -170,6 +172,16 @@ def test_shapes_are_data_dependent_where_tensors_are_returned_and_none_is_known(
     assert call_of(aten.nonzero.default, meta(4)).has_data_dependent_shape
     assert not call_of(aten._foreach_add_.List, meta(4), meta(4)).has_data_dependent_shape
     assert not call_of(aten.equal.default, meta(4), meta(4)).has_data_dependent_shape
+    assert not call_of(aten.unbind.int, meta(0, 3)).has_data_dependent_shape
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_dim_without_elements_is_unbound_into_no_tensors(dim: int) -> None:
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        for placement in (Shard(0), Shard(1), Replicate()):
+            x = distribute_tensor(torch.zeros(0, 3).movedim(0, dim), mesh, [placement])
+            assert x.unbind(dim) == ()
 
 
 def test_arguments_have_names_and_defaults() -> None:

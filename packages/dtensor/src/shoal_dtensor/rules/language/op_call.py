@@ -402,7 +402,8 @@ class OpCall:
     @property
     def has_data_dependent_shape(self) -> bool:
         """True if the operator returns tensors whose shapes depend on values."""
-        return bool(self.schema.returns) and not self.outputs
+        # `unbind` of a dim without elements returns no tensors either.
+        return bool(self.schema.returns) and not self.outputs and not self.schema.is_view
 
     # --- rows -------------------------------------------------------------------------------------
 
