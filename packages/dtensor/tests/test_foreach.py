@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from shoal_dtensor import DTensor, Replicate, Shard, distribute_tensor
+from shoal_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from shoal_dtensor.errors import InPlaceError, MixedTensorError
 from shoal_mesh import DeviceMesh, init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks
@@ -177,3 +177,14 @@ def test_a_plain_tensor_scaled_by_a_dtensor_is_refused_in_every_call(mesh: Devic
         factor = put(torch.tensor(0.5), Replicate())
         with pytest.raises(MixedTensorError, match="together with a plain tensor"):
             torch._foreach_mul_(values, factor)
+
+
+@on_ranks(4)
+def test_powers_of_one_number_reduce_their_partial_exponents() -> None:
+    """In `torch._foreach_pow(2.0, exponents)` the list comes after a number."""
+    mesh = init_device_mesh("cpu", (4,))
+    exponents = [torch.arange(4.0), torch.ones(2, 3)]
+    partial: list[Any] = [distribute_tensor(x, mesh, [Partial()]) for x in exponents]
+    powers: Any = torch._foreach_pow(2.0, partial)
+    for got, x in zip(powers, exponents, strict=True):
+        torch.testing.assert_close(got.full_tensor(), 2.0**x)

@@ -323,8 +323,10 @@ def _run_decision(
     op = call.op
     args = call.args
     kwargs = call.kwargs
-    if decision.foreach and decision.moves and len(args[0]) > 1:
-        single = [[i] for i in range(len(args[0]))]
+    # The list of `torch._foreach_pow(2.0, exponents)` comes after a number.
+    lists = [arg for arg in args if isinstance(arg, list | tuple)] if decision.foreach else []
+    if decision.foreach and decision.moves and len(lists[0]) > 1:
+        single = [[i] for i in range(len(lists[0]))]
         results = run_in_groups(op, single, *args, **kwargs)
         # the list call refuses some writes that single elements do not reveal
         _bump_versions(decision.unreported_writes, args, kwargs)
