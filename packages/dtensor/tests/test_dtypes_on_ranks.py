@@ -1,4 +1,4 @@
-"""Covers: rules/nn/norms.py, rules/math/{reduction,matmul}.py, others: small and complex dtypes."""
+"""Covers: rules/nn/norms.py, rules/math/{reduction,matmul,ordering}.py: small, refused dtypes."""
 
 from __future__ import annotations
 
@@ -144,6 +144,50 @@ def test_what_no_kernel_takes_is_refused_on_every_rank(dtype: torch.dtype) -> No
         for placements in LAYOUTS:
             with pytest.raises((RuntimeError, NotImplementedError), match="not implemented"):
                 torch.softmax(put(torch.ones(shape, dtype=dtype), placements), 0)
+
+
+INTEGERS, TRUTH, COMPLEX = (
+    torch.tensor([[3, 1], [4, 1], [5, 9], [2, 6], [5, 3]]),
+    torch.ones(5, 5, dtype=torch.bool),
+    torch.ones(5, 5, dtype=torch.complex64),
+)
+# Calls that plain torch refuses for the dtype or the shape of the whole tensor.
+REFUSED: dict[str, tuple[Tensor, Callable[[Any], Any]]] = {
+    "std of integers": (INTEGERS, lambda x: x.std(0)),
+    "var of integers": (INTEGERS, torch.var),
+    "histc of integers": (INTEGERS, lambda x: torch.histc(x, 4)),
+    "trace": (TRUTH, torch.trace),
+    "mm": (TRUTH, lambda x: x.T @ x),
+    "mv": (TRUTH, lambda x: x @ x[0]),
+    "dot": (TRUTH, lambda x: x[0].dot(x[1])),
+    "bmm": (TRUTH, lambda x: x[:, :, None] @ x[:, None]),
+    "addmm": (TRUTH, lambda x: torch.addmm(x, x, x)),
+    "max": (COMPLEX, lambda x: x.max(0)),
+    "amin": (COMPLEX, lambda x: x.amin(0)),
+    "argmax": (COMPLEX, lambda x: x.argmax(1)),
+    "aminmax": (COMPLEX, lambda x: x.aminmax(dim=0)),
+    "mode": (COMPLEX, lambda x: x.mode(0)),
+    "cummax": (COMPLEX, lambda x: x.cummax(0)),
+    "max of nothing": (torch.zeros(0, 3), lambda x: x.max(0)),
+    "min of nothing": (torch.zeros(3, 0), lambda x: x.min(1)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@on_ranks(4)
+def test_what_torch_refuses_is_refused_on_ranks_without_elements_too(name: str) -> None:
+    """The last of four ranks has no element of five, and the kernel of an empty shard accepts all.
+
+    Then it would wait for the other ranks in the next collective.
+    """
+    whole, call = REFUSED[name]
+    with pytest.raises((RuntimeError, IndexError)):
+        call(whole)
+    for placements in (*LAYOUTS[:2], *LAYOUTS[3:]):
+        with pytest.raises((RuntimeError, IndexError), match=r"support|not implemented|non-zero"):
+            call(put(whole, placements))
+        ones = put(torch.ones(5), [Shard(0)])
+        assert ones.sum().item() == 5
 
 
 JOINED: tuple[Callable[[Any, Any], Any], ...] = (

@@ -22,6 +22,7 @@ from ...layout.boxes import box_at, slices_of
 from ...layout.memory_order import contiguous_stride
 from ...layout.spec import Spec
 from ...layout.tensor_meta import TensorMeta
+from ...redistribute.execution.reduced_values import identity_of
 from ..language.local_ops import all_reduced, check_values, sharding_axes, where_sharded
 from ..language.rule import (
     LocalCall,
@@ -234,8 +235,8 @@ def _histc(local_call: LocalCall) -> LocalFunction | None:
             lowest = x.amin()
             highest = x.amax()
         else:
-            lowest = x.new_full((), torch.inf)
-            highest = x.new_full((), -torch.inf)
+            lowest = x.new_full((), identity_of("min", x.dtype))
+            highest = x.new_full((), identity_of("max", x.dtype))
         lowest = all_reduced(lowest, spec, axes, "min")
         highest = all_reduced(highest, spec, axes, "max")
         low, high = torch.stack((lowest, highest)).tolist()

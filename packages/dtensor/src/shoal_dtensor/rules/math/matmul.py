@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shoal_mesh.internal import with_dependence
@@ -89,6 +90,20 @@ def _added_alone(local_call: LocalCall) -> LocalFunction | None:
 
 
 _WITH_BIAS = _rule_of_sum("... k, n k -> ... n", "bias")
+
+
+def _of_numbers(rule: Rule) -> Rule:
+    """Return the rule of a product without rows for truth values, which no kernel multiplies.
+
+    Kernels raise their error except for empty factors. Without rows every rank has all factors, so
+    that all ranks raise it.
+    """
+
+    def rows(call: OpCall) -> Iterator[Row]:
+        if all(operand.dtype != torch.bool for operand in call.tensors):
+            yield from rule.rows(call)
+
+    return replace(rule, rows=rows)
 
 
 def linear(call: OpCall) -> Iterator[Row]:
@@ -198,7 +213,7 @@ def trilinear(call: OpCall) -> Iterator[Row]:
     yield from product(pattern, linear=(0, 1, 2)).rows(call)
 
 
-_MM = product("m k, k n -> m n", linear=(0, 1))
+_MM = _of_numbers(product("m k, k n -> m n", linear=(0, 1)))
 _BATCHED = Rule(batch_rows, unordered=True, skip_empty=True)
 
 
@@ -206,18 +221,18 @@ MATMUL: Table = family(
     {
         "mm": _MM,
         "_foreach_mm": replace(_MM, kind="each"),
-        "bmm": product("b m k, b k n -> b m n", linear=(0, 1)),
-        "mv": product("m k, k -> m", linear=(0, 1)),
-        "dot vdot": product("k, k -> ", linear=(0, 1)),
+        "bmm": _of_numbers(product("b m k, b k n -> b m n", linear=(0, 1))),
+        "mv": _of_numbers(product("m k, k -> m", linear=(0, 1))),
+        "dot vdot": _of_numbers(product("k, k -> ", linear=(0, 1))),
         "ger outer": product("m, n -> m n", linear=(0, 1)),
         "kron": Rule(kron),
-        "matmul": Rule(matmul, sizes=()),
-        "linear": Rule(linear, sizes=()),
-        "addmm": _rule_of_sum("m k, k n -> m n"),
-        "addmv": _rule_of_sum("m k, k -> m"),
+        "matmul": _of_numbers(Rule(matmul, sizes=())),
+        "linear": _of_numbers(Rule(linear, sizes=())),
+        "addmm": _of_numbers(_rule_of_sum("m k, k n -> m n")),
+        "addmv": _of_numbers(_rule_of_sum("m k, k -> m")),
         "addr": _rule_of_sum("m, n -> m n"),
-        "baddbmm": _rule_of_sum("b m k, b k n -> b m n"),
-        "addbmm": _rule_of_sum("b m k, b k n -> m n"),
+        "baddbmm": _of_numbers(_rule_of_sum("b m k, b k n -> b m n")),
+        "addbmm": _of_numbers(_rule_of_sum("b m k, b k n -> m n")),
         # Distances between rows; torch's kernel of the gradient leaves out a batch that both sides
         # share.
         "_cdist_forward _euclidean_dist": product(
@@ -245,7 +260,7 @@ MATMUL: Table = family(
             batch_rows, lambda local_call: with_conjugates(local_call.call.op), skip_empty=True
         ),
         "linalg_cross": Rule(linalg_cross),
-        "trace": product("m n -> ", linear=(0,), local=_trace),
+        "trace": _of_numbers(product("m n -> ", linear=(0,), local=_trace)),
         "_trilinear": Rule(trilinear),
         "_fft_c2c _fft_r2c _fft_c2r": Rule(
             lambda call: rows_sharded_alike(call, *call.dims()), skip_empty=True, linear="self"

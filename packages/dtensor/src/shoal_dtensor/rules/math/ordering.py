@@ -31,7 +31,7 @@ from ..language.local_ops import (
     where_sharded,
 )
 from ..language.rule import LocalCall, LocalFunction, OpCall, R, Row, Rule, S, Table, family
-from .reduction import rows_along
+from .reduction import comparing, reduced_dims, rows_along
 
 
 def sort(call: OpCall) -> Iterator[Row]:
@@ -109,8 +109,11 @@ def _sort(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
 def topk(call: OpCall) -> Iterator[Row]:
     """Yield the rows of `topk`, `argmax` and their like: every rank gathers candidates.
 
-    A candidate is a value and its index.
+    A candidate is a value and its index. Kernels refuse to choose among no elements, except in an
+    empty shard, so there are no rows then, and all ranks raise the error.
     """
+    if not prod(call["self"].shape[dim] for dim in reduced_dims(call)):
+        return
     candidate_bytes = call["self"].dtype.itemsize + 8
     candidates = prod(call.outputs[0].shape) * candidate_bytes
     yield from rows_along(call, R, lambda ranks: candidates * (ranks - 1), ordered=True)
@@ -264,14 +267,14 @@ def _scan_shards(local_call: LocalCall, spec: Spec, dim: int) -> LocalFunction:
 
 ORDERING: Table = family(
     {
-        "sort.default sort.stable sort.values sort.values_stable": Rule(sort, _sort),
-        "median nanmedian mode kthvalue": Rule(sort, _sort),
-        "topk": Rule(topk, _topk),
+        "sort.default sort.stable sort.values sort.values_stable": Rule(comparing(sort), _sort),
+        "median nanmedian mode kthvalue": Rule(comparing(sort), _sort),
+        "topk": Rule(comparing(topk), _topk),
         "argmax argmin max.dim max.dim_max min.dim min.dim_min": Rule(
-            topk, _extremum, unordered=True, skip_empty=True
+            comparing(topk), _extremum, unordered=True, skip_empty=True
         ),
         "cumsum": Rule(cumulative, _scan_shards, sizes=(), linear="self"),
         "cumprod logcumsumexp": Rule(cumulative, _scan_shards, sizes=()),
-        "cummax cummin": Rule(cumulative, _scan_shards),
+        "cummax cummin": Rule(comparing(cumulative), _scan_shards),
     }
 )

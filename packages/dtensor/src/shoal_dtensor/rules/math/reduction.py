@@ -7,7 +7,7 @@ log-sum-exp and softmax finish with one or two all-reduces.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from math import inf, prod
 from typing import Any
@@ -48,6 +48,8 @@ from ..language.rule import (
     family,
 )
 
+RowsOfCall = Callable[[OpCall], Iterable[Row]]
+
 
 def reduced_dims(call: OpCall) -> tuple[int, ...]:
     """Return the dims that the call reduces."""
@@ -85,7 +87,26 @@ def rows_along(
         yield call.row(self=S(d), out=S(d - removed))
 
 
-def _reduction(op: str, *passed: str, skip_empty: bool = False) -> Rule:
+def comparing(rows: RowsOfCall) -> RowsOfCall:
+    """Return rows of an operator that compares, for numbers that have an order.
+
+    Kernels refuse complex numbers, except in an empty shard. Without rows every rank has the global
+    tensor, so that all ranks raise the error.
+    """
+
+    def rows_of_ordered(call: OpCall) -> Iterator[Row]:
+        if not call["self"].dtype.is_complex:
+            yield from rows(call)
+
+    return rows_of_ordered
+
+
+def _extreme(op: str) -> Rule:
+    """Return the rule of a maximum or minimum."""
+    return Rule(comparing(_reduction(op, op).rows), skip_empty=True, sizes=())
+
+
+def _reduction(op: str, *passed: str) -> Rule:
     """Return the rule of a reduction whose result is `P(op)` if a reduced dim is sharded.
 
     Inputs that are partial by one of the reductions `passed` give results that are partial alike.
@@ -97,7 +118,7 @@ def _reduction(op: str, *passed: str, skip_empty: bool = False) -> Rule:
         yield from rows_along(call, None if multiplies_complex else P(op))
         yield from call.keeping_partials("self", ops=passed)
 
-    return Rule(rows, skip_empty=skip_empty, sizes=())
+    return Rule(rows, sizes=())
 
 
 def _count(local_call: LocalCall) -> int:
@@ -141,6 +162,13 @@ def var(call: OpCall) -> Iterator[Row]:
     has_no_maximum = "logsumexp" in call.op.__name__ and call.outputs[0].dtype.is_complex
     result = None if has_no_maximum else R
     yield from rows_along(call, result, lambda ranks: 2 * wide_bytes_of(*call.outputs))
+
+
+def variance(call: OpCall) -> Iterator[Row]:
+    """Yield rows of variances; no kernel takes integers, so all ranks raise its error."""
+    dtype = call["self"].dtype
+    if dtype.is_floating_point or dtype.is_complex:
+        yield from var(call)
 
 
 @by_reduced_dims
@@ -348,16 +376,17 @@ REDUCTION: Table = family(
         "nansum count_nonzero": _reduction("sum"),
         "mean": Rule(mean, _mean, sizes=(), linear="self"),
         "prod": _reduction("product", "product"),
-        "amax max.default max.unary_out": _reduction("max", "max", skip_empty=True),
-        "amin min.default min.unary_out": _reduction("min", "min", skip_empty=True),
+        "amax max.default max.unary_out": _extreme("max"),
+        "amin min.default min.unary_out": _extreme("min"),
         # Every slice along the dim has a norm of its own.
         "renorm": Rule(lambda call: (call.row(self=S(call.dim()), out=S(call.dim())),)),
         "aminmax": Rule(
-            lambda call: rows_along(call, R, min=P("min"), max=P("max")), skip_empty=True
+            comparing(lambda call: rows_along(call, R, min=P("min"), max=P("max"))),
+            skip_empty=True,
         ),
         "any": _reduction("max"),
         "all": _reduction("min"),
-        "var var_mean std std_mean": Rule(var, _var),
+        "var var_mean std std_mean": Rule(variance, _var),
         "linalg_vector_norm norm": Rule(norm, _norm, skip_empty=True, sizes=()),
         "_foreach_norm": Rule(norm, _norm, kind="each"),
         "_foreach_max": Rule(_reduction("max", "max").rows, _foreach_max, kind="each"),
