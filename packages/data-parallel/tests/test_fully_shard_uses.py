@@ -221,6 +221,15 @@ def test_a_parameter_computed_from_others_is_refused(shard: Callable[..., Any]) 
     )
 
 
+@on_ranks(2)
+def test_parametrizations_after_fully_shard_are_named() -> None:
+    """The error said that the weight was replaced by a plain NoneType."""
+    unit = fully_shard(nn.Linear(4, 4), mesh_of(2, 1)["data"])
+    torch.nn.utils.parametrizations.weight_norm(unit)
+    with pytest.raises(LayoutError, match="apply them before fully_shard"):
+        unit(torch.ones(2, 4))
+
+
 # --- copies and other ways to call ----------------------------------------------------------------
 
 

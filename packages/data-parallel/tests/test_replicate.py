@@ -91,6 +91,19 @@ def test_training_is_that_of_one_device(bucket_bytes: int) -> None:
     train_alike(plain, model, mesh, optimizers)
 
 
+@on_ranks(2)
+def test_gradients_take_values_that_autograd_records() -> None:
+    """They were views that had been made under no_grad, which autograd refuses to write to."""
+    plain, model = single_and_replicated(mesh_of(2, 1), lambda: nn.Linear(4, 4).double())
+    rows = torch.ones(2, 4, dtype=torch.float64)
+    for module in (plain, model):
+        module(rows).sum().backward()
+        for param in module.parameters():
+            param.grad.copy_(param.grad / (1 + param.norm()))
+    for expected, param in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(param.grad, expected.grad)
+
+
 @on_ranks(4)
 def test_several_data_axes_and_an_axis_by_name() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("hosts", "data"))

@@ -211,18 +211,24 @@ class ShardedParameter:
             if not isinstance(held, DTensor) or not held.spec.with_(
                 dtype=resting.dtype
             ).same_layout(resting):
-                got = (
-                    repr(held.spec)
-                    if isinstance(held, DTensor)
-                    else f"a plain {type(held).__name__}"
-                )
-                raise LayoutError(
-                    f"fully_shard: {name!r} of {type(module).__name__} was replaced by {got}; it "
-                    f"must stay sharded as {resting!r}"
-                )
+                raise self._replaced_error(held)
             check_leaf(held, f"{name!r} of {type(module).__name__}")
             self.leaf = held  # type: ignore[assignment]  # a Parameter that holds a DTensor
         self.set_dtypes()
+
+    def _replaced_error(self, held: Any) -> LayoutError:
+        """Return the error for what a module holds in the place of the leaf."""
+        module, name = self.sites[0]
+        parameter = f"fully_shard: {name!r} of {type(module).__name__}"
+        if held is None:
+            return LayoutError(
+                f"{parameter} was removed from the module, as parametrizations, weight_norm and "
+                "pruning do: apply them before fully_shard"
+            )
+        got = repr(held.spec) if isinstance(held, DTensor) else f"a plain {type(held).__name__}"
+        return LayoutError(
+            f"{parameter} was replaced by {got}; it must stay sharded as {self.resting!r}"
+        )
 
     def set_dtypes(self) -> None:
         """Set the dtypes of the layouts, which follow from the dtype of the leaf."""
@@ -314,7 +320,9 @@ class ShardedParameter:
             # Without sites this is a parameter of `replicate`. Its hooks were called in the
             # backward pass, with the gradient of this rank.
             calls_hooks = bool(self.sites) and grad_hooked(leaf)
-        grad = reduced.to(device, dtype)
+        # The message is split into views under no_grad, which autograd lets nobody write recorded
+        # values to. `detach` makes them ordinary tensors.
+        grad = reduced.detach().to(device, dtype)
         if isinstance(leaf, DTensor):
             spec = leaf.spec
             grad = DTensor(grad, spec if dtype is spec.dtype else spec.with_(dtype=dtype))
