@@ -26,7 +26,7 @@ BOUNDS = {
     "operator's first call": (14, 24),
     "redistribution": (18, 19),
     "column linear, forward": (3, 3),
-    "column linear, backward": (4, 4),
+    "column linear, backward": (3, 2),
     "fully_shard unit, forward": (17, 27),
     "fully_shard unit, backward": (22, 35),
     "verify": (25, 44),

@@ -35,6 +35,7 @@ from shoal_dtensor.internal import (
     open_blocks,
     replicas_are_compared,
     unwatched,
+    unwatched_by_subclasses,
 )
 from shoal_mesh import Comm
 from shoal_mesh.internal import Pending, all_reduce_, observers
@@ -167,7 +168,9 @@ class LinearProduct(Function):
         dw = None
         db = None
         if grad is not None:
-            dw, db = _weight_gradients(ctx, grad, x)
+            # Torch calls a Python function for each attribute of a DTensor, but not in this block.
+            with unwatched_by_subclasses():
+                dw, db = _weight_gradients(ctx, grad, x)
         if isinstance(dx, Pending):
             dx = dx.wait()
         if dx is not None and dx.dtype is not ctx.input_dtype:
@@ -277,8 +280,7 @@ def _options_of_readers(
 ) -> _ReaderOptions:
     alone = LinearOptions(before, None, dtype, is_first_reader=False, chunks=chunks)
     first = LinearOptions(before, None, dtype, is_first_reader=True, chunks=chunks)
-    later = LinearOptions(dtype=dtype)
-    return _ReaderOptions(alone, first, later)
+    return _ReaderOptions(alone, first, later=LinearOptions(dtype=dtype))
 
 
 class ColumnLinear(Lowered):
