@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
-from threading import current_thread, get_ident, main_thread
+from threading import current_thread, main_thread
 from typing import Any
 from warnings import warn
 
@@ -103,8 +103,9 @@ class _OpCache:
         self.decisions[key] = decision
 
 
-# The threads, other than the main one, that have used DTensors inside of a mode.
-_THREADS_WITH_MODES: set[int] = set()
+# Whether a thread other than the main one has used DTensors inside of a mode. It is no entry of an
+# object, because `torch_function_of` is called for each read of an attribute.
+_threads_use_modes = False
 
 
 def torch_function_of(tensor: object) -> Any:
@@ -115,12 +116,13 @@ def torch_function_of(tensor: object) -> Any:
     # Counting the modes takes 20 ns more than reading torch's flag. But all threads share the flag:
     # when a thread leaves its mode, the flag says False to a thread that is still in a mode. So the
     # flag is enough only as long as the main thread alone enters modes.
-    if not mode_flags._is_in_torch_dispatch_mode and not _THREADS_WITH_MODES:
+    global _threads_use_modes  # noqa: PLW0603  # the comment at its definition says why
+    if not (mode_flags._is_in_torch_dispatch_mode or _threads_use_modes):
         return disabled_torch_function
     if not dispatch_modes():
         return disabled_torch_function
     if current_thread() is not main_thread():
-        _THREADS_WITH_MODES.add(get_ident())
+        _threads_use_modes = True
     return mark_outermost
 
 
@@ -268,8 +270,7 @@ def _new_op_cache(cls: Any, op: Any) -> _OpCache:
     scope = current()
     rule = rule_of(op, scope)
     readers = readers_of(op, cls, by_value=rule is None or rule.by_value)
-    walks_lists = rule is not None and rule.kind == "each"
-    cache = _OpCache(op, scope, readers, walks_lists)
+    cache = _OpCache(op, scope, readers, foreach=rule is not None and rule.kind == "each")
     # These results depend on the base of a view, which is not part of a key, so they are decided
     # in every call.
     if op in BY_STRIDES:
