@@ -88,6 +88,8 @@ def communication_of(
     """
     is_allowed = scope.communication == "allow"
     has_collectives = any(move.plan.collectives for move in moves)
+    if is_allowed and not has_collectives:
+        return CommunicationTexts()
     call_text = f"{sharded.call.op}({', '.join(map(repr, sharded.specs))})"
     reason = call_text if has_collectives else ""
     if is_allowed:

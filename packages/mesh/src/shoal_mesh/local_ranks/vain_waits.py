@@ -51,7 +51,7 @@ _INSTALLED = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"),
 
 
 class _Look(NamedTuple):
-    """What the parent sees of the ranks that have not returned.
+    """A look of the parent at the ranks that have not returned.
 
     Attributes:
         calls: the innermost call of each rank.
