@@ -377,13 +377,17 @@ def test_transforms_are_those_of_one_device(how: str) -> None:
         gc.collect()
 
 
-@on_ranks(2)
-def test_transforms_run_while_gradients_are_kept() -> None:
-    data = mesh_of(2, 1)["data"]
+def plain_and_units_with_rows() -> tuple[Any, Any, Tensor]:
+    """Return a model, an equal one of units on 2 ranks, and rows for both."""
     torch.manual_seed(0)
     plain: Any = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    model: Any = over_data(copy.deepcopy(plain), "units", data)
-    x = torch.randn(4, 6, dtype=torch.float64)
+    model: Any = over_data(copy.deepcopy(plain), "units", mesh_of(2, 1)["data"])
+    return plain, model, torch.randn(4, 6, dtype=torch.float64)
+
+
+@on_ranks(2)
+def test_transforms_run_while_gradients_are_kept() -> None:
+    plain, model, x = plain_and_units_with_rows()
     for module, keeps in ((plain, nullcontext()), (model, model.no_sync())):
         with keeps:
             inner = torch.func.grad(lambda t, module=module: module(t).tanh().sum())(x)
@@ -394,11 +398,7 @@ def test_transforms_run_while_gradients_are_kept() -> None:
 
 @on_ranks(2)
 def test_forward_mode_differentiation_of_a_unit() -> None:
-    data = mesh_of(2, 1)["data"]
-    torch.manual_seed(0)
-    plain: Any = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    model: Any = over_data(copy.deepcopy(plain), "units", data)
-    x = torch.randn(4, 6, dtype=torch.float64)
+    plain, model, x = plain_and_units_with_rows()
     tangents = []
     # torch gives it no types
     forward_ad: Any = torch.autograd.forward_ad

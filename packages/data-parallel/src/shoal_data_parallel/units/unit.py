@@ -418,9 +418,9 @@ class Unit(Group):
         replaced.has_values = False
         return Gathered(versions, replaced.tensors, replaced.received, replaced.inner)
 
-    def gather(self) -> Gathered:
-        """Have the values of the leaves gathered, and return them."""
-        self.start_gathering()
+    def gather(self, versions: Versions | None = None) -> Gathered:
+        """Have the values of the leaves gathered, and return them; see `start_gathering`."""
+        self.start_gathering(versions)
         self.finish_gathering()
         return self.current
 

@@ -120,8 +120,7 @@ class UnitBackward:
         if unit.settings.unshard_in_backward:
             # The versions are equal, so values that are here are those of the leaves.
             if not unit.current.has_values:
-                unit.start_gathering(versions)
-                unit.finish_gathering()
+                unit.gather(versions)
             if views is None:
                 unit.hide()
             else:
@@ -212,10 +211,9 @@ class UnitBackward:
             unit.open.discard(forward)
             if not unit.open:
                 unit.end_backward()
-        adds = routes.are_kept or bool(unit.kept)
         wanted: dict[int, Tensor | None] = {}
         for i, grad in zip(forward.trained, grads, strict=True):
-            if routes.by_parameter[i] == "unused" or (adds and self.arrive(forward, i, grad)):
+            if routes.by_parameter[i] == "unused" or self.arrive(forward, i, grad):
                 continue
             wanted[i] = grad
         if routes.are_kept:

@@ -28,27 +28,20 @@ from shoal_dtensor.internal import (
     in_transform,
     is_compiling,
     is_zero_without_memory,
-    local_of,
     local_shard,
     open_blocks,
     pytree,
+    shares_memory,
     types_are_checked,
     unwatched,
     unwatched_by_subclasses,
 )
 from shoal_mesh.internal import observers
 
-from .._torch import (
-    outer_saved_tensors_hooks,
-    outside_transforms,
-    run_when_ready,
-)
+from .._torch import outer_saved_tensors_hooks, outside_transforms, run_when_ready
 from ..gradients.equal_rows import warn_of_equal_rows
 from ..parameters.gathered_types import declare_whole
-from ..parameters.sharded_parameters import (
-    install_switch,
-    with_methods_of_dtensors,
-)
+from ..parameters.sharded_parameters import install_switch, with_methods_of_dtensors
 from .gathered import Gathered, Views
 from .lent_values import LentCopy
 from .unit import Forward, Unit, unit_of, units_of
@@ -223,10 +216,7 @@ def _check_memory(unit: Unit, gathered: Gathered) -> None:
     """
     seen = zip(unit.exposed or (), gathered.tensors, unit.parameters, strict=False)
     for view, tensor, parameter in seen:
-        is_moved = False
-        if parameter.extension is None:
-            local = view if parameter.inner is None else local_of(view)
-            is_moved = local.untyped_storage()._cdata != tensor.untyped_storage()._cdata
+        is_moved = parameter.extension is None and not shares_memory(view, tensor)
         if is_moved or parameter.is_replaced(view):
             unit.hide()
             raise unit.written_error()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from inspect import signature
 from operator import attrgetter
 from typing import Any
@@ -25,7 +24,7 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 from shoal_mesh.internal import forward_levels as forward_levels, has_tangent
 
 from ..errors import TransformError
-from .compiling import dispatch_modes as dispatch_modes, is_tracing
+from .compiling import dispatch_modes as dispatch_modes, is_tracing, recorder
 
 pytree = _pytree
 # The module with the flag `_is_in_torch_dispatch_mode`, which is set while a mode is entered.
@@ -70,8 +69,8 @@ def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Tell whether two tensors are views of one storage; empty tensors have storages too."""
     if is_tracing():
         return False
-    storages = [local_of(tensor).untyped_storage() for tensor in (one, other)]
-    return bool(storages[0]._cdata == storages[1]._cdata)
+    storage = local_of(one).untyped_storage()
+    return bool(storage._cdata == local_of(other).untyped_storage()._cdata)
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -189,15 +188,11 @@ def types_are_checked() -> bool:
 
 # Tells whether a transform of torch.func runs.
 _transforms_run: Callable[[], bool] = torch._C._are_functorch_transforms_active
-# Returns the recorder of operators, such as the recorder of torch.func.linearize, or None.
-_recorder: Callable[[], object] = partial(
-    torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
-)
 
 
 def in_transform() -> bool:
     """Tell whether a transform of torch.func runs, or a recorder such as linearize's."""
-    return _transforms_run() or _recorder() is not None
+    return _transforms_run() or recorder() is not None
 
 
 def is_followed(tensor: torch.Tensor) -> bool:
