@@ -28,10 +28,10 @@ from shoal_dtensor.internal import (
     in_transform,
     is_compiling,
     is_zero_without_memory,
+    local_of,
     local_shard,
     open_blocks,
     pytree,
-    shares_memory,
     types_are_checked,
     unwatched,
     unwatched_by_subclasses,
@@ -216,7 +216,11 @@ def _check_memory(unit: Unit, gathered: Gathered) -> None:
     """
     seen = zip(unit.exposed or (), gathered.tensors, unit.parameters, strict=False)
     for view, tensor, parameter in seen:
-        is_moved = parameter.extension is None and not shares_memory(view, tensor)
+        is_moved = False
+        if parameter.extension is None:
+            # `shares_memory` outside of tracing, without the time of its calls (0.7 us)
+            local = view if parameter.inner is None else local_of(view)
+            is_moved = local.untyped_storage()._cdata != tensor.untyped_storage()._cdata
         if is_moved or parameter.is_replaced(view):
             unit.hide()
             raise unit.written_error()
